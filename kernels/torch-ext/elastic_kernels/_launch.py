@@ -1,0 +1,38 @@
+"""What every launcher needs to know about the machine before it starts a kernel."""
+
+import contextlib
+import functools
+
+import torch
+import triton
+
+
+FULL, STREAMING, BLOCK_SPARSE = 0, 1, 2
+"""Attention modes as the kernels know them."""
+
+_MODES = {"FA": FULL, "SSA": STREAMING, "XA": BLOCK_SPARSE}
+
+
+def pair_modes(mode_pair: str) -> tuple[int, int]:
+    """The retrieval mode and the sparse mode of a kernel mode pair such as `"FA-SSA"`, as kernel constants."""
+    retrieval, sparse = mode_pair.split("-")
+    return _MODES[retrieval], _MODES[sparse]
+
+
+def is_interpreting() -> bool:
+    """Whether kernels run under Triton's interpreter, on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def compute_capability(index: int) -> int:
+    """Compute capability of CUDA device `index`, as 10 * major + minor."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Context in which a launch goes to `tensor`'s device, which need not be the current one."""
+    if tensor.device.type == "cuda":
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()

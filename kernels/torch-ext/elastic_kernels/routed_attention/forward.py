@@ -163,9 +163,9 @@ def _routed_attention_fwd_kernel(
     offset = length - num_queries
     first_query = offset + tile * BLOCK_M
     last_query = tl.minimum(first_query + BLOCK_M, length) - 1
+    free_end = first_query - first_query % BLOCK_N
     window_begin = first_query + 1 - tl.minimum(window, first_query + 1)
     window_begin = tl.minimum(window_begin - window_begin % BLOCK_N, free_end)
-    free_end = first_query - first_query % BLOCK_N
     free_begin = tl.minimum(tl.cdiv(last_query + 1 - tl.minimum(window, last_query + 1), BLOCK_N) * BLOCK_N, free_end)
     if XA_BLOCK > 0 and block_sparse:
         window_begin = first_query - first_query % XA_BLOCK

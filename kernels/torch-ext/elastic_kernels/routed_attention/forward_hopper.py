@@ -78,6 +78,30 @@ def _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _before_wait(x):
+    """`x` (never negative), with an ordering point at which it is known.
+
+    The assembler hoists a wait for tensor cores over arithmetic that it does not order, which would end their overlap
+    with the exponentials. It does not move the wait over a store, even one that never happens.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred negative;
+        .reg .u32 address;
+        mov.u32 address, 0;
+        setp.lt.f32 negative, $1, 0f00000000;
+        @negative st.shared.f32 [address], $1;
+        mov.f32 $0, $1;
+        }""",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _step(
     t, first, acc, p, m_i, l_i, q, k_bufs, v_bufs, barriers, offs_i, limits, to_log2,
     WG: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
@@ -98,16 +122,16 @@ def _step(
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(v_slot), ((t - 1) // STAGES) & 1)
     v = v_bufs.index(v_slot).reshape([BLOCK_N, HEAD_DIM])
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(p.to(v.dtype), p_layout), v, acc, is_async=True)
     if PINGPONG:
         mbarrier.arrive(turns.index(1 - WG), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(k_slot), count=1)
-    p_new, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED)
+    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED)
+    l_i = _before_wait(l_i)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    p = gl.convert_layout(p_new.to(v.dtype), p_layout)
     return acc, p, m_i, l_i
 
 
@@ -148,7 +172,6 @@ def _consume(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(0), count=1)
     p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, _first_key(0, keys, BLOCK_N), limits, to_log2, True)
-    p = gl.convert_layout(p.to(v_bufs.dtype), p_layout)
 
     for t in range(1, num_masked):
         acc, p, m_i, l_i = _step(
@@ -165,7 +188,7 @@ def _consume(
     v_slot = last % STAGES
     mbarrier.wait(v_ready.index(v_slot), (last // STAGES) & 1)
     v = v_bufs.index(v_slot).reshape([BLOCK_N, HEAD_DIM])
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(p.to(v.dtype), p_layout), v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     offs_r = WG * HALF + gl.arange(0, HALF, rows_layout)

@@ -61,6 +61,13 @@ def _produce(descs, buffers, barriers, where, keys, BLOCK_N: gl.constexpr, STAGE
 
 
 @gluon.jit
+def _lane_sums(p):
+    """Sums of each row over the columns that one lane holds, `[rows, 4]`: four neighbouring lanes share a row."""
+    x = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(x, 3), 1)
+
+
+@gluon.jit
 def _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED: gl.constexpr):
     sink, window = limits
     layout: gl.constexpr = s.type.layout
@@ -73,7 +80,7 @@ def _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED: gl.constexpr):
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
     p = gl.exp2(s * to_log2 - shift[:, None])
     alpha = gl.exp2(m_i - shift)
-    l_i = l_i * alpha + gl.sum(p, 1)
+    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[:, None] + _lane_sums(p)
     return p, m_new, l_i, alpha
 
 
@@ -158,10 +165,12 @@ def _consume(
     offs_i = first_query + WG * HALF + gl.arange(0, HALF, rows_layout)
     if HAS_SINKS:
         m_i = gl.zeros([HALF], gl.float32, rows_layout) + sink_logit * LOG2E
-        l_i = gl.full([HALF], 1.0, gl.float32, rows_layout)
+        l_first = 0.25
     else:
         m_i = gl.full([HALF], float("-inf"), gl.float32, rows_layout)
-        l_i = gl.zeros([HALF], gl.float32, rows_layout)
+        l_first = 0.0
+    # A quarter of the sink in each of the four lanes of a row.
+    l_i = _lane_sums(gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)) + l_first
     acc = gl.zeros([HALF, HEAD_DIM], gl.float32, o_layout)
 
     mbarrier.wait(q_ready, 0)
@@ -191,6 +200,7 @@ def _consume(
     acc = warpgroup_mma(gl.convert_layout(p.to(v.dtype), p_layout), v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
+    l_i = gl.convert_layout(gl.sum(l_i, 1), rows_layout)
     offs_r = WG * HALF + gl.arange(0, HALF, rows_layout)
     lse_base = lse_ptr + row.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh + q_first
     gl.store(lse_base + offs_r, (m_i + gl.log2(l_i)) * (1.0 / LOG2E), mask=offs_r < num_rows)

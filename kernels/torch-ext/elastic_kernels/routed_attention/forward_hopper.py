@@ -68,6 +68,16 @@ def _lane_sums(p):
 
 
 @gluon.jit
+def _row_max(s):
+    """Maximum of each row, as a tree: the two rows of a lane would otherwise be two long chains."""
+    HALF: gl.constexpr = s.shape[0]
+    COLUMNS: gl.constexpr = s.shape[1] // 32
+    x = s.reshape([HALF, 2, 2, COLUMNS, 4, 2])
+    x = gl.max(gl.max(gl.max(gl.max(x, 5), 1), 1), 1)
+    return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
 def _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED: gl.constexpr):
     sink, window = limits
     layout: gl.constexpr = s.type.layout
@@ -76,7 +86,7 @@ def _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED: gl.constexpr):
         near = offs_i[:, None] - offs_j[None, :] < window
         seen = (offs_j[None, :] <= offs_i[:, None]) & (near | (offs_j < sink)[None, :])
         s = gl.where(seen, s, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(s, 1) * to_log2)
+    m_new = gl.maximum(m_i, _row_max(s) * to_log2)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
     p = gl.exp2(s * to_log2 - shift[:, None])
     alpha = gl.exp2(m_i - shift)
@@ -110,7 +120,7 @@ def _before_wait(x):
 
 @gluon.jit
 def _step(
-    t, first, acc, p, m_i, l_i, q, k_bufs, v_bufs, barriers, offs_i, limits, to_log2,
+    t, first, acc, p, alpha, m_i, l_i, q, k_bufs, v_bufs, barriers, offs_i, limits, to_log2,
     WG: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
@@ -127,6 +137,8 @@ def _step(
     k = k_bufs.index(k_slot).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
     zero = gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    # Rescaling and rounding hide behind the product of queries and keys.
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
     mbarrier.wait(v_ready.index(v_slot), ((t - 1) // STAGES) & 1)
     v = v_bufs.index(v_slot).reshape([BLOCK_N, HEAD_DIM])
     acc = warpgroup_mma(gl.convert_layout(p.to(v.dtype), p_layout), v, acc, is_async=True)
@@ -138,8 +150,7 @@ def _step(
     l_i = _before_wait(l_i)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    return acc, p, m_i, l_i
+    return acc, p, alpha, m_i, l_i
 
 
 @gluon.jit
@@ -183,16 +194,17 @@ def _consume(
     p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, _first_key(0, keys, BLOCK_N), limits, to_log2, True)
 
     for t in range(1, num_masked):
-        acc, p, m_i, l_i = _step(
-            t, _first_key(t, keys, BLOCK_N), acc, p, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
+        acc, p, alpha, m_i, l_i = _step(
+            t, _first_key(t, keys, BLOCK_N), acc, p, alpha, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
             to_log2, WG, True, STAGES, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
     for t in range(num_masked, num_tiles):
-        acc, p, m_i, l_i = _step(
-            t, 0, acc, p, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
+        acc, p, alpha, m_i, l_i = _step(
+            t, 0, acc, p, alpha, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
             to_log2, WG, False, STAGES, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
 
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
     last = num_tiles - 1
     v_slot = last % STAGES
     mbarrier.wait(v_ready.index(v_slot), (last // STAGES) & 1)

@@ -240,14 +240,11 @@ def _heavy_first_tile(pid, tiles, num_units, gate_ptr, stride_gn, stride_gh, num
     retrieval = ((gate == 0) & (offs < entries)).to(gl.int32)
     before = gl.associative_scan(retrieval, 0, _add) - retrieval
     total = gl.sum(retrieval, 0)
-    heavy = total * GROUP
-    is_heavy = pid < heavy * tiles
-    among = gl.where(is_heavy, pid, pid - heavy * tiles)
-    width = gl.where(is_heavy, heavy, num_units - heavy)
-    rank = gl.where(is_heavy, 0, heavy) + among % width
+    rank = pid // (tiles * GROUP)
+    among = pid % (tiles * GROUP)
     place = gl.where(retrieval != 0, before, total + offs - before)
-    entry = gl.sum(gl.where((place == rank // GROUP) & (offs < entries), offs, 0), 0)
-    return entry // num_kv_heads, entry % num_kv_heads * GROUP + rank % GROUP, tiles - 1 - among // width
+    entry = gl.sum(gl.where((place == rank) & (offs < entries), offs, 0), 0)
+    return entry // num_kv_heads, entry % num_kv_heads * GROUP + among % GROUP, tiles - 1 - among // GROUP
 
 
 @gluon.jit
@@ -262,6 +259,7 @@ def _routed_attention_fwd_hopper_kernel(
     num_sequences, num_kv_heads, q_length, k_length, sink_size, window_size, scale,
     GROUP: gl.constexpr, HAS_START: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_G: gl.constexpr,
     STAGES: gl.constexpr, PINGPONG: gl.constexpr, STORE_LAYOUT: gl.constexpr, REGS: gl.constexpr,
+    NARROW: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_M: gl.constexpr = 2 * HALF
@@ -337,20 +335,31 @@ def _routed_attention_fwd_hopper_kernel(
     limits = (sink, window)
     tile_args = (first_query, num_rows, scale * LOG2E, sink_logit)
     out = (out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh)
-    gl.warp_specialize(
-        [
-            (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
-            (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(0), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT)),
-            (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(1), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT)),
-        ],
-        [4, 4],
-        [REGS, REGS],
-    )
+    if NARROW:
+        gl.warp_specialize(
+            [
+                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(0), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT)),
+                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(1), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT)),
+                (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
+            ],
+            [4, 1],
+            [REGS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
+                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(0), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT)),
+                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(1), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT)),
+            ],
+            [4, 4],
+            [REGS, REGS],
+        )
 
 
 def routed_attention_forward_hopper(
     query, key, value, gate, *, sink_size, window_size, start=None, sinks=None, scale, block_n=128, stages=2,
-    pingpong=True, regs=240, maxnreg=168,
+    pingpong=True, regs=240, maxnreg=168, narrow=True,
 ):
     batch, num_heads, q_length, head_dim = query.shape
     _, num_kv_heads, k_length, _ = key.shape
@@ -370,7 +379,7 @@ def routed_attention_forward_hopper(
         batch, num_kv_heads, q_length, k_length, sink_size, window_size, scale,
         GROUP=num_heads // num_kv_heads, HAS_START=start is not None, HAS_SINKS=sinks is not None,
         BLOCK_G=triton.next_power_of_2(batch * num_kv_heads), STAGES=stages, PINGPONG=pingpong,
-        STORE_LAYOUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]), REGS=regs,
+        STORE_LAYOUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]), REGS=regs, NARROW=narrow,
         num_warps=4, maxnreg=maxnreg,
     )
     return out, lse

@@ -10,6 +10,8 @@ import triton
 FULL, STREAMING, BLOCK_SPARSE = 0, 1, 2
 """Attention modes as the kernels know them."""
 
+MAX_INT32 = 2**31 - 1
+
 _MODES = {"FA": FULL, "SSA": STREAMING, "XA": BLOCK_SPARSE}
 
 
@@ -36,3 +38,13 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     if tensor.device.type == "cuda":
         return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()
+
+
+def empty_outputs(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the attention output, like `query` `[B, H, Q, D]`, and its log-sum-exp, float32 `[B, H, Q]`.
+
+    The output lies in memory as `[B, Q, H, D]`, which the projection after attention reads without a copy.
+    """
+    batch, heads, length, head_dim = query.shape
+    out = query.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
+    return out, query.new_empty((batch, heads, length), dtype=torch.float32)

@@ -12,7 +12,8 @@ packed rows differ from the plain case only in base addresses. Tiles that need a
 window, the sink) are walked first, in one loop; the others follow in a second loop without masks.
 
 Grid: one axis, query tiles x (sequence, query head). Heads in retrieval mode come first and every head's last tile
-comes first, so the longest programs start first. Packed rows: an upper bound of the tile count, without a host read.
+comes first, so that the longest programs start first; all tiles of a key-value head follow each other, so that its
+keys stay in L2. Packed rows: an upper bound of the tile count, without a host read.
 
 Sizes: head_dim 16-256; fp16, bf16, fp32; fp32 softmax and accumulation. Offsets of tiles are int64.
 """
@@ -21,29 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import BLOCK_SPARSE, STREAMING, compute_capability, is_interpreting, on_device, pair_modes
-from .._primitives import heavy_first_tile, segment_of_tile, soft_cap
+from .._launch import MAX_INT32, compute_capability, empty_outputs, is_interpreting, on_device, pair_modes
+from .._primitives import head_limits, head_mode, key_ranges, locate_tile, masked_key, soft_cap
 from .configs import INTERPRETER, prefill_config
+from .kept_lists import kept_lists
 
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_UNBOUNDED = tl.constexpr(2**31 - 1)
-_STREAMING = tl.constexpr(STREAMING)
-_BLOCK_SPARSE = tl.constexpr(BLOCK_SPARSE)
-
-
-@triton.jit
-def _kept_list_kernel(mask_ptr, list_ptr, count_ptr, stride_mr, num_blocks, BLOCK: tl.constexpr):
-    """Turns one row of the kept-block mask into the ascending list of its set positions."""
-    row = tl.program_id(0).to(tl.int64)
-    count = 0
-    for first in range(0, num_blocks, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        kept = tl.load(mask_ptr + row * stride_mr + offs, mask=offs < num_blocks, other=0).to(tl.int32)
-        place = count + tl.cumsum(kept, 0) - kept
-        tl.store(list_ptr + row * num_blocks + place, offs.to(tl.int16), mask=kept != 0)
-        count += tl.sum(kept, 0)
-    tl.store(count_ptr + row, count)
 
 
 @triton.jit
@@ -72,8 +57,10 @@ def _attend(
     else:
         to_log2 = qk_scale * _LOG2E
     if MASKED:
-        near = offs_i[:, None] - offs_j[None, :] < window_size
-        seen = (offs_j[None, :] <= offs_i[:, None]) & (near | (offs_j < sink_size)[None, :])
+        # As unsigned numbers distances to later keys are beyond any window.
+        distance = (offs_i[:, None] - offs_j[None, :]).to(tl.uint32, bitcast=True)
+        last_sink = tl.minimum(sink_size - 1, offs_i)
+        seen = (distance < window_size.to(tl.uint32)) | (offs_j[None, :] <= last_sink[:, None])
         s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1) * to_log2)
     # A row that has seen no key yet keeps -inf as its maximum; subtracting it would give NaN.
@@ -104,35 +91,10 @@ def _routed_attention_fwd_kernel(
     XA_BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    num_heads = num_kv_heads * GROUP
-
-    # Which tile of which head.
-    if HAS_CU_SEQLENS:
-        head = pid % num_heads
-        sequence, tile = segment_of_tile(
-            tl.num_programs(0) // num_heads - 1 - pid // num_heads, cu_seqlens_ptr, num_sequences, BLOCK_M, BLOCK_G
-        )
-        if sequence >= num_sequences:
-            return
-        first = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)
-        row = first // k_length
-        base = first % k_length
-        length = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int32) - first
-        num_queries = length
-        q_base = base
-    else:
-        sequence, head, tile = heavy_first_tile(
-            pid, tl.cdiv(q_length, BLOCK_M), num_sequences * num_heads, gate_ptr, stride_gn, stride_gh,
-            num_kv_heads, GROUP, BLOCK_G,
-        )  # fmt: skip
-        row = sequence
-        base = 0
-        if HAS_START:
-            base = tl.load(start_ptr + row).to(tl.int32)
-        length = k_length - base
-        num_queries = tl.minimum(q_length, length)
-        q_base = q_length - num_queries
+    sequence, row, head, tile, base, length, num_queries, q_base = locate_tile(
+        tl.arange(0, BLOCK_G), gate_ptr, start_ptr, cu_seqlens_ptr, stride_gn, stride_gh, num_sequences, num_kv_heads,
+        q_length, k_length, GROUP, HAS_START, HAS_CU_SEQLENS, BLOCK_M,
+    )  # fmt: skip
     row = row.to(tl.int64)
     kv_head = head // GROUP
 
@@ -150,30 +112,14 @@ def _routed_attention_fwd_kernel(
     if tile * BLOCK_M >= num_queries:
         return
 
-    is_sparse = tl.load(gate_ptr + sequence.to(tl.int64) * stride_gn + kv_head * stride_gh) != 0
-    block_sparse = ((RETRIEVAL_MODE == _BLOCK_SPARSE) & (is_sparse == 0)) | (
-        (SPARSE_MODE == _BLOCK_SPARSE) & is_sparse
-    )
-    streaming = (SPARSE_MODE == _STREAMING) & is_sparse
-    window = tl.where(streaming, window_size, _UNBOUNDED)
-    sink = tl.where(streaming, sink_size, 0)
-
-    # Ranges of keys, in sequence positions. Every query of the tile sees all keys in [free_begin, free_end), and at
-    # least one tile of keys comes after them.
-    offset = length - num_queries
-    first_query = offset + tile * BLOCK_M
+    gate = tl.load(gate_ptr + sequence.to(tl.int64) * stride_gn + kv_head * stride_gh)
+    streaming, block_sparse = head_mode(gate, RETRIEVAL_MODE, SPARSE_MODE)
+    sink, window = head_limits(streaming, sink_size, window_size)
+    first_query = length - num_queries + tile * BLOCK_M
     last_query = tl.minimum(first_query + BLOCK_M, length) - 1
-    free_end = first_query - first_query % BLOCK_N
-    window_begin = first_query + 1 - tl.minimum(window, first_query + 1)
-    window_begin = tl.minimum(window_begin - window_begin % BLOCK_N, free_end)
-    free_begin = tl.minimum(tl.cdiv(last_query + 1 - tl.minimum(window, last_query + 1), BLOCK_N) * BLOCK_N, free_end)
-    if XA_BLOCK > 0 and block_sparse:
-        window_begin = first_query - first_query % XA_BLOCK
-        free_begin = window_begin
-        free_end = window_begin
-    num_sink = tl.cdiv(tl.minimum(sink, window_begin), BLOCK_N)
-    num_low = (free_begin - window_begin) // BLOCK_N
-    num_masked = num_sink + num_low + tl.cdiv(last_query + 1 - free_end, BLOCK_N)
+    num_sink, num_low, window_begin, free_begin, free_end, num_masked = key_ranges(
+        first_query, last_query, sink, window, block_sparse, XA_BLOCK, BLOCK_N
+    )
 
     offs_i = first_query + tl.arange(0, BLOCK_M)
     valid = offs_m < num_queries
@@ -181,8 +127,8 @@ def _routed_attention_fwd_kernel(
     q_rows = (q_base + offs_m).to(tl.int64)[:, None]
     io_mask = valid[:, None] & (offs_d < HEAD_DIM)[None, :]
     q = tl.load(q_head + q_rows * stride_qq + offs_d[None, :], mask=io_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-    k_head = k_ptr + row * stride_kb + kv_head.to(tl.int64) * stride_kh + base.to(tl.int64) * stride_kk
-    v_head = v_ptr + row * stride_vb + kv_head.to(tl.int64) * stride_vh + base.to(tl.int64) * stride_vk
+    k_head = k_ptr + row * stride_kb + kv_head.to(tl.int64) * stride_kh + tl.cast(base, tl.int64) * stride_kk
+    v_head = v_ptr + row * stride_vb + kv_head.to(tl.int64) * stride_vh + tl.cast(base, tl.int64) * stride_vk
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if HAS_SINKS:
@@ -194,20 +140,14 @@ def _routed_attention_fwd_kernel(
         l_i = tl.zeros([BLOCK_M], tl.float32)
 
     for t in range(0, num_masked):
-        low = t - num_sink
-        high = low - num_low
-        key_tile = tl.where(
-            t < num_sink,
-            t * BLOCK_N,
-            tl.where(low < num_low, window_begin + low * BLOCK_N, free_end + high * BLOCK_N),
-        )
+        key_tile = masked_key(t, num_sink, num_low, window_begin, free_end, BLOCK_N)
         acc, l_i, m_i = _attend(
             acc, l_i, m_i, q, k_head, v_head, stride_kk, stride_vk, key_tile, offs_i, offs_d, length,
             sink, window, scale, softcap, HEAD_DIM, BLOCK_N, True, HAS_SOFTCAP, PRECISION,
         )  # fmt: skip
     if XA_BLOCK > 0 and block_sparse:
         tiles_per_block: tl.constexpr = XA_BLOCK // BLOCK_N
-        list_row = (sequence.to(tl.int64) * num_heads + head) * list_rows + tile * BLOCK_M // XA_BLOCK
+        list_row = (sequence.to(tl.int64) * num_kv_heads * GROUP + head) * list_rows + tile * BLOCK_M // XA_BLOCK
         kept = tl.load(count_ptr + list_row)
         # The diagonal block is always kept and closes the list; the masked loop has done it.
         for t in range(0, (kept - 1) * tiles_per_block):
@@ -229,26 +169,6 @@ def _routed_attention_fwd_kernel(
     out_rows = out_head + q_rows * stride_oq + offs_d[None, :]
     tl.store(out_rows, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=io_mask)
     tl.store(lse_head + q_base + offs_m, (m_i + tl.log2(l_i)) / _LOG2E, mask=valid)
-
-
-def kept_lists(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists the kept blocks of every block row.
-
-    Args:
-        mask: bool `[N, Hq, nQ, nK]`, contiguous, nK below 32,768.
-
-    Returns:
-        The ascending positions, int16 `[N, Hq, nQ, nK]` of which each row's first entries are written, and the number
-        of them, int32 `[N, Hq, nQ]`.
-    """
-    lists = torch.empty(mask.shape, dtype=torch.int16, device=mask.device)
-    counts = torch.empty(mask.shape[:3], dtype=torch.int32, device=mask.device)
-    columns = mask.shape[3]
-    with on_device(mask):
-        _kept_list_kernel[(counts.numel(),)](
-            mask.view(torch.uint8), lists, counts, columns, columns, BLOCK=min(triton.next_power_of_2(columns), 1024)
-        )
-    return lists, counts
 
 
 def routed_attention_forward(
@@ -279,20 +199,16 @@ def routed_attention_forward(
     config = INTERPRETER if is_interpreting() else prefill_config(head_dim, query.element_size(), capability)
     block_m, block_n = config.block_m, config.block_n
     lists = counts = None
-    xa_block = 0
+    xa_block = list_rows = list_columns = 0
     if kept_blocks is not None:
         xa_block = kept_blocks.block_size
-        lists, counts = kept_lists(kept_blocks.mask.contiguous())
+        list_rows, list_columns = kept_blocks.mask.shape[2:]
+        lists, counts = kept_lists(kept_blocks.mask)
         block_m, block_n = min(block_m, xa_block), min(block_n, xa_block)
 
     packed = cu_seqlens is not None
     sequences = cu_seqlens.numel() - 1 if packed else batch
-    # Tokens outside every segment are written by no program.
-    out = torch.zeros_like(query) if packed else torch.empty_like(query)
-    lse_shape = (batch, num_heads, q_length)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=query.device)
-    if packed:
-        lse.fill_(float("-inf"))
+    out, lse = empty_outputs(query)
     tiles = batch * q_length // block_m + sequences if packed else batch * triton.cdiv(q_length, block_m)
     retrieval_mode, sparse_mode = pair_modes(mode_pair)
     with on_device(query):
@@ -300,9 +216,8 @@ def routed_attention_forward(
             query, key, value, gate, start, cu_seqlens, lists, counts, sinks, out, lse,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gate.stride(), *out.stride()[:3],
             *lse.stride()[:2],
-            sequences, num_kv_heads, q_length, k_length,
-            0 if lists is None else lists.shape[2], 0 if lists is None else lists.shape[3],
-            sink_size, window_size, scale, 0.0 if softcap is None else softcap,
+            sequences, num_kv_heads, q_length, k_length, list_rows, list_columns,
+            min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale, 0.0 if softcap is None else softcap,
             RETRIEVAL_MODE=retrieval_mode, SPARSE_MODE=sparse_mode, GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim, HAS_START=start is not None, HAS_CU_SEQLENS=packed, HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None, XA_BLOCK=xa_block,

@@ -48,9 +48,7 @@ def _produce(descs, buffers, barriers, where, keys, BLOCK_N: gl.constexpr, STAGE
         tma.async_copy_global_to_shared(q_desc, [row, head, q_first + i * HALF, 0], q_ready, q_bufs.index(i))
     last = 0
     for t in range(num_tiles):
-        first = gl.where(
-            t < num_masked, _first_key(t, keys, BLOCK_N), free_begin + (t - num_masked) * BLOCK_N
-        )
+        first = gl.where(t < num_masked, _first_key(t, keys, BLOCK_N), free_begin + (t - num_masked) * BLOCK_N)
         _load_tile(k_desc, row, kv_head, base + first, t % STAGES, t // STAGES, k_bufs, k_ready, k_empty)
         # Values are needed one tile after their keys.
         if t > 0:
@@ -93,7 +91,9 @@ def _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED: gl.constexpr, 
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
     p = gl.exp2(s * to_log2 - shift[:, None])
     alpha = gl.exp2(m_i - shift)
-    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[:, None] + _lane_sums(p)
+    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[
+        :, None
+    ] + _lane_sums(p)
     return p, m_new, l_i, alpha
 
 
@@ -331,14 +331,20 @@ def _consume_serial(
 
 
 @gluon.jit
-def _heavy_first_tile(pid, tiles, num_units, gate_ptr, stride_gn, stride_gh, num_kv_heads, GROUP: gl.constexpr,
-                      BLOCK_G: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([BLOCK_G // 32], [32], [gl.num_warps()], [0]) if BLOCK_G > 32 else gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+def _heavy_first_tile(
+    pid, tiles, num_units, gate_ptr, stride_gn, stride_gh, num_kv_heads, GROUP: gl.constexpr, BLOCK_G: gl.constexpr
+):
+    layout: gl.constexpr = (
+        gl.BlockedLayout([BLOCK_G // 32], [32], [gl.num_warps()], [0])
+        if BLOCK_G > 32
+        else gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    )
     offs = gl.arange(0, BLOCK_G, layout)
     entries = num_units // GROUP
     gate = gl.load(
         gate_ptr + (offs // num_kv_heads).to(gl.int64) * stride_gn + offs % num_kv_heads * stride_gh,
-        mask=offs < entries, other=1,
+        mask=offs < entries,
+        other=1,
     )
     retrieval = ((gate == 0) & (offs < entries)).to(gl.int32)
     before = gl.associative_scan(retrieval, 0, _add) - retrieval
@@ -389,8 +395,14 @@ def _routed_attention_fwd_hopper_kernel(
         zeros = gl.zeros([HALF, HEAD_DIM], dtype, zero_layout)
         for i in gl.static_range(WGS):
             offs_z = tile * BLOCK_M + i * HALF + gl.arange(0, HALF, gl.SliceLayout(1, zero_layout))
-            gl.store(out_z + offs_z.to(gl.int64)[:, None] * stride_oq + offs_d[None, :], zeros, mask=(offs_z < q_base)[:, None])
-            gl.store(lse_z + offs_z, gl.full([HALF], float("-inf"), gl.float32, offs_z.type.layout), mask=offs_z < q_base)
+            gl.store(
+                out_z + offs_z.to(gl.int64)[:, None] * stride_oq + offs_d[None, :],
+                zeros,
+                mask=(offs_z < q_base)[:, None],
+            )
+            gl.store(
+                lse_z + offs_z, gl.full([HALF], float("-inf"), gl.float32, offs_z.type.layout), mask=offs_z < q_base
+            )
 
     num_rows = num_queries - tile * BLOCK_M
     streaming = gl.load(gate_ptr + sequence.to(gl.int64) * stride_gn + kv_head * stride_gh) != 0
@@ -441,8 +453,42 @@ def _routed_attention_fwd_hopper_kernel(
     if NARROW:
         gl.warp_specialize(
             [
-                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(0), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT, COND)),
-                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(1), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT, COND)),
+                (
+                    _consume,
+                    (
+                        buffers,
+                        barriers,
+                        where,
+                        keys,
+                        limits,
+                        tile_args,
+                        out,
+                        gl.constexpr(0),
+                        STAGES,
+                        PINGPONG,
+                        HAS_SINKS,
+                        STORE_LAYOUT,
+                        COND,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        buffers,
+                        barriers,
+                        where,
+                        keys,
+                        limits,
+                        tile_args,
+                        out,
+                        gl.constexpr(1),
+                        STAGES,
+                        PINGPONG,
+                        HAS_SINKS,
+                        STORE_LAYOUT,
+                        COND,
+                    ),
+                ),
                 (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
             ],
             [4, 1],
@@ -452,9 +498,54 @@ def _routed_attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
-                (_consume_serial, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(0), STAGES, HAS_SINKS, STORE_LAYOUT)),
-                (_consume_serial, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(1), STAGES, HAS_SINKS, STORE_LAYOUT)),
-                (_consume_serial, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(2), STAGES, HAS_SINKS, STORE_LAYOUT)),
+                (
+                    _consume_serial,
+                    (
+                        buffers,
+                        barriers,
+                        where,
+                        keys,
+                        limits,
+                        tile_args,
+                        out,
+                        gl.constexpr(0),
+                        STAGES,
+                        HAS_SINKS,
+                        STORE_LAYOUT,
+                    ),
+                ),
+                (
+                    _consume_serial,
+                    (
+                        buffers,
+                        barriers,
+                        where,
+                        keys,
+                        limits,
+                        tile_args,
+                        out,
+                        gl.constexpr(1),
+                        STAGES,
+                        HAS_SINKS,
+                        STORE_LAYOUT,
+                    ),
+                ),
+                (
+                    _consume_serial,
+                    (
+                        buffers,
+                        barriers,
+                        where,
+                        keys,
+                        limits,
+                        tile_args,
+                        out,
+                        gl.constexpr(2),
+                        STAGES,
+                        HAS_SINKS,
+                        STORE_LAYOUT,
+                    ),
+                ),
             ],
             [4, 4, 4],
             [REGS, REGS, REGS],
@@ -463,8 +554,42 @@ def _routed_attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
-                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(0), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT, COND)),
-                (_consume, (buffers, barriers, where, keys, limits, tile_args, out, gl.constexpr(1), STAGES, PINGPONG, HAS_SINKS, STORE_LAYOUT, COND)),
+                (
+                    _consume,
+                    (
+                        buffers,
+                        barriers,
+                        where,
+                        keys,
+                        limits,
+                        tile_args,
+                        out,
+                        gl.constexpr(0),
+                        STAGES,
+                        PINGPONG,
+                        HAS_SINKS,
+                        STORE_LAYOUT,
+                        COND,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        buffers,
+                        barriers,
+                        where,
+                        keys,
+                        limits,
+                        tile_args,
+                        out,
+                        gl.constexpr(1),
+                        STAGES,
+                        PINGPONG,
+                        HAS_SINKS,
+                        STORE_LAYOUT,
+                        COND,
+                    ),
+                ),
             ],
             [4, 4],
             [REGS, REGS],
@@ -472,8 +597,24 @@ def _routed_attention_fwd_hopper_kernel(
 
 
 def routed_attention_forward_hopper(
-    query, key, value, gate, *, sink_size, window_size, start=None, sinks=None, scale, block_n=128, stages=2,
-    pingpong=True, regs=240, maxnreg=168, narrow=False, cond=True, wgs=2,
+    query,
+    key,
+    value,
+    gate,
+    *,
+    sink_size,
+    window_size,
+    start=None,
+    sinks=None,
+    scale,
+    block_n=128,
+    stages=2,
+    pingpong=True,
+    regs=240,
+    maxnreg=168,
+    narrow=False,
+    cond=True,
+    wgs=2,
 ):
     batch, num_heads, q_length, head_dim = query.shape
     _, num_kv_heads, k_length, _ = key.shape
@@ -488,12 +629,36 @@ def routed_attention_forward_hopper(
     lse = torch.empty(batch, num_heads, q_length, dtype=torch.float32, device=query.device)
     lanes = head_dim // 8
     _routed_attention_fwd_hopper_kernel[(triton.cdiv(q_length, 64 * wgs) * batch * num_heads,)](
-        descriptor(query, 64), descriptor(key, block_n), descriptor(value, block_n), gate, start, sinks, out, lse,
-        *gate.stride(), *out.stride()[:3], *lse.stride()[:2],
-        batch, num_kv_heads, q_length, k_length, sink_size, window_size, scale,
-        GROUP=num_heads // num_kv_heads, HAS_START=start is not None, HAS_SINKS=sinks is not None,
-        BLOCK_G=triton.next_power_of_2(batch * num_kv_heads), STAGES=stages, PINGPONG=pingpong,
-        STORE_LAYOUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]), REGS=regs, NARROW=narrow, COND=cond, WGS=wgs,
-        num_warps=4, maxnreg=maxnreg,
+        descriptor(query, 64),
+        descriptor(key, block_n),
+        descriptor(value, block_n),
+        gate,
+        start,
+        sinks,
+        out,
+        lse,
+        *gate.stride(),
+        *out.stride()[:3],
+        *lse.stride()[:2],
+        batch,
+        num_kv_heads,
+        q_length,
+        k_length,
+        sink_size,
+        window_size,
+        scale,
+        GROUP=num_heads // num_kv_heads,
+        HAS_START=start is not None,
+        HAS_SINKS=sinks is not None,
+        BLOCK_G=triton.next_power_of_2(batch * num_kv_heads),
+        STAGES=stages,
+        PINGPONG=pingpong,
+        STORE_LAYOUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]),
+        REGS=regs,
+        NARROW=narrow,
+        COND=cond,
+        WGS=wgs,
+        num_warps=4,
+        maxnreg=maxnreg,
     )
     return out, lse

@@ -1,130 +1,147 @@
+"""Routed prefill attention for Hopper (compute capability 9.0), in Gluon.
+
+Computes what `forward.py` computes, on the same grid: one program owns one tile of 128 queries of one query head. Its
+warps take roles:
+
+- the producer copies queries, then one tile of 128 keys and one of values after the other, into two buffers each;
+- two consumer warp groups own 64 queries each. While the tensor cores multiply the probabilities of one tile of keys
+  with its values, the group already turns the scores of the next tile into probabilities.
+
+What limits a long prefill here is power, not latency: leaving rows alone whose maximum did not change, and keeping the
+tiles of a key-value head together so that its keys stay in L2, each pay more than a shorter critical path does.
+
+Sizes: head_dim 64 and 128; fp16 and bf16; fp32 softmax and accumulation. Tensors are read through TMA descriptors.
+"""
+
+import functools
+
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-
-LOG2E = gl.constexpr(1.4426950408889634)
-UNBOUNDED = gl.constexpr(2**31 - 1)
-
-
-@gluon.jit
-def _first_key(t, keys, BLOCK_N: gl.constexpr):
-    """First key of the masked tile `t`: sink tiles, then the window's lower edge, then the diagonal."""
-    num_sink, num_low, window_begin, free_begin, free_end, num_masked, num_tiles = keys
-    low = window_begin + (t - num_sink) * BLOCK_N
-    high = free_end + (t - num_sink - num_low) * BLOCK_N
-    return gl.where(t < num_sink, t * BLOCK_N, gl.where(t < num_sink + num_low, low, high))
+from .._launch import MAX_INT32, compute_capability, empty_outputs, on_device, pair_modes
+from .._primitives import head_limits, head_mode, key_ranges, locate_tile, masked_key
+from .kept_lists import kept_lists
 
 
-@gluon.jit
-def _load_tile(desc, row, head, first, slot, use, bufs, ready, empty):
-    mbarrier.wait(empty.index(slot), (use & 1) ^ 1)
-    bar = ready.index(slot)
-    mbarrier.expect(bar, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [row, head, first, 0], bar, bufs.index(slot))
+BLOCK_M = 128
+BLOCK_N = 128
+# Of the 65,536 registers, 168 a thread at launch; the producer then hands its own to the consumers.
+_LAUNCH_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_GROUPS = gl.constexpr(2)
+_STAGES = gl.constexpr(2)
+_LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _produce(descs, buffers, barriers, where, keys, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def _load_tile(desc, row, head, first, use, ring):
+    """Copies the rows from `first` on into the `use`-th buffer of the ring, once its last readers have left it."""
+    buffers, ready, empty = ring
+    slot = use % _STAGES
+    mbarrier.wait(empty.index(slot), (use // _STAGES & 1) ^ 1)
+    mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [row, head, first, 0], ready.index(slot), buffers.index(slot))
+
+
+@gluon.jit
+def _produce(shared, descs, free_keys, XA_BLOCK: gl.constexpr):
+    queries, key_ring, value_ring, origin, masked, counts = shared
     q_desc, k_desc, v_desc = descs
-    q_bufs, k_bufs, v_bufs = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty, turns = barriers
-    row, head, kv_head, q_first, base = where
-    num_sink, num_low, window_begin, free_begin, free_end, num_masked, num_tiles = keys
+    q_buffers, q_ready = queries
+    row, head, kv_head, q_first, base = origin
+    free_begin, list_ptr, from_list = free_keys
+    num_sink, num_low, window_begin, free_end = masked
+    num_masked, num_tiles = counts
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    BLOCKS: gl.constexpr = XA_BLOCK // KEYS
 
-    HALF: gl.constexpr = q_desc.block_type.shape[2]
-    WGS: gl.constexpr = q_bufs.shape[0]
-    mbarrier.expect(q_ready, WGS * q_desc.block_type.nbytes)
-    for i in gl.static_range(WGS):
-        tma.async_copy_global_to_shared(q_desc, [row, head, q_first + i * HALF, 0], q_ready, q_bufs.index(i))
-    last = 0
+    mbarrier.expect(q_ready, _GROUPS * q_desc.block_type.nbytes)
+    for group in gl.static_range(_GROUPS):
+        tma.async_copy_global_to_shared(
+            q_desc, [row, head, q_first + group * ROWS, 0], q_ready, q_buffers.index(group)
+        )
+    previous = 0
     for t in range(num_tiles):
-        first = gl.where(t < num_masked, _first_key(t, keys, BLOCK_N), free_begin + (t - num_masked) * BLOCK_N)
-        _load_tile(k_desc, row, kv_head, base + first, t % STAGES, t // STAGES, k_bufs, k_ready, k_empty)
-        # Values are needed one tile after their keys.
+        free = t - num_masked
+        first = free_begin + free * KEYS
+        if XA_BLOCK > 0:
+            block = gl.load(list_ptr + free // BLOCKS, mask=from_list & (free >= 0), other=0).to(gl.int32)
+            first = gl.where(from_list, block * XA_BLOCK + free % BLOCKS * KEYS, first)
+        first = gl.where(free < 0, masked_key(t, num_sink, num_low, window_begin, free_end, KEYS), first)
+        _load_tile(k_desc, row, kv_head, base + first, t, key_ring)
+        # Values are needed one tile later than their keys.
         if t > 0:
-            s = t - 1
-            _load_tile(v_desc, row, kv_head, base + last, s % STAGES, s // STAGES, v_bufs, v_ready, v_empty)
-        last = first
-    s = num_tiles - 1
-    _load_tile(v_desc, row, kv_head, base + last, s % STAGES, s // STAGES, v_bufs, v_ready, v_empty)
+            _load_tile(v_desc, row, kv_head, base + previous, t - 1, value_ring)
+        previous = first
+    _load_tile(v_desc, row, kv_head, base + previous, num_tiles - 1, value_ring)
 
 
 @gluon.jit
-def _lane_sums(p):
-    """Sums of each row over the columns that one lane holds, `[rows, 4]`: four neighbouring lanes share a row."""
-    x = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(x, 3), 1)
-
-
-@gluon.jit
-def _row_max(s, TREE: gl.constexpr):
-    """Maximum of each row, as a tree: the two rows of a lane would otherwise be two long chains."""
-    HALF: gl.constexpr = s.shape[0]
+def _row_max(s):
+    """Maximum of each row, as a tree: one after the other, a lane's 32 columns would be a long chain."""
+    ROWS: gl.constexpr = s.shape[0]
     COLUMNS: gl.constexpr = s.shape[1] // 32
-    if not TREE:
-        return gl.max(s, 1)
-    x = s.reshape([HALF, 2, 2, COLUMNS, 4, 2])
+    x = s.reshape([ROWS, 2, 2, COLUMNS, 4, 2])
     x = gl.max(gl.max(gl.max(gl.max(x, 5), 1), 1), 1)
     return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
 @gluon.jit
-def _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED: gl.constexpr, TREE: gl.constexpr):
-    sink, window = limits
-    layout: gl.constexpr = s.type.layout
-    if MASKED:
-        offs_j = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-        near = offs_i[:, None] - offs_j[None, :] < window
-        seen = (offs_j[None, :] <= offs_i[:, None]) & (near | (offs_j < sink)[None, :])
-        s = gl.where(seen, s, float("-inf"))
-    m_new = gl.maximum(m_i, _row_max(s, TREE) * to_log2)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(s * to_log2 - shift[:, None])
-    alpha = gl.exp2(m_i - shift)
-    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[
-        :, None
-    ] + _lane_sums(p)
-    return p, m_new, l_i, alpha
+def _lane_sums(p):
+    """Sums of each row over the columns that one lane holds, `[rows, 4]`: four lanes share a row."""
+    x = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(x, 3), 1)
 
 
 @gluon.jit
-def _before_wait(x):
-    """`x` (never negative), with an ordering point at which it is known.
+def _mask(s, offs_i, last_sink, window):
+    """-inf for keys beyond the window and the sink; positions count from the tile's first key.
 
-    The assembler hoists a wait for tensor cores over arithmetic that it does not order, which would end their overlap
-    with the exponentials. It does not move the wait over a store, even one that never happens.
+    As unsigned numbers distances to later keys are beyond any window. Written out because the compiler packs the
+    conditions of many elements into words, which costs more than all other steps of the softmax.
     """
+    offs_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return gl.inline_asm_elementwise(
         """{
-        .reg .pred negative;
-        .reg .u32 address;
-        mov.u32 address, 0;
-        setp.lt.f32 negative, $1, 0f00000000;
-        @negative st.shared.f32 [address], $1;
-        mov.f32 $0, $1;
+        .reg .pred seen;
+        .reg .u32 distance;
+        sub.u32 distance, $2, $3;
+        setp.lt.u32 seen, distance, $5;
+        setp.le.or.s32 seen, $3, $4, seen;
+        selp.f32 $0, $1, 0fFF800000, seen;
         }""",
-        "=f,f",
-        [x],
+        "=f,f,r,r,r,r",
+        [s, offs_i[:, None], offs_n[None, :], last_sink[:, None], window],
         dtype=gl.float32,
-        is_pure=False,
+        is_pure=True,
         pack=1,
     )
 
 
 @gluon.jit
+def _softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, MASKED: gl.constexpr):
+    """Folds a tile of scores into the running maximum (in log2) and the lanes' sums; the factor of older terms too."""
+    sink, window = limits
+    if MASKED:
+        s = _mask(s, offs_i - first_key, gl.minimum(sink - 1, offs_i) - first_key, window)
+    m_new = gl.maximum(m_i, _row_max(s) * to_log2)
+    # A row that has seen no key yet keeps -inf as its maximum; subtracting it would give NaN.
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    p = gl.exp2(s * to_log2 - shift[:, None])
+    alpha = gl.exp2(m_i - shift)
+    lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+    return p, m_new, l_i * lane_alpha[:, None] + _lane_sums(p), alpha
+
+
+@gluon.jit
 def _rescale(acc, alpha):
-    """`acc * alpha` that leaves rows whose maximum did not change alone: most rows of most tiles."""
-    acc, alpha = gl.broadcast(acc, alpha)
+    """`acc * alpha`, idle in rows whose maximum did not change: most rows of most tiles."""
+    acc, alpha = gl.broadcast(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None])
     return gl.inline_asm_elementwise(
         """{
         .reg .pred changed;
@@ -141,459 +158,263 @@ def _rescale(acc, alpha):
 
 
 @gluon.jit
-def _step(
-    t, first, acc, p, alpha, m_i, l_i, q, k_bufs, v_bufs, barriers, offs_i, limits, to_log2,
-    WG: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
-    s_layout: gl.constexpr, o_layout: gl.constexpr, COND: gl.constexpr,
-):  # fmt: skip
-    q_ready, k_ready, k_empty, v_ready, v_empty, turns = barriers
-    HALF: gl.constexpr = q.shape[0]
-    BLOCK_N: gl.constexpr = k_bufs.shape[3]
-    HEAD_DIM: gl.constexpr = k_bufs.shape[4]
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    k_slot = t % STAGES
-    v_slot = (t - 1) % STAGES
-    mbarrier.wait(k_ready.index(k_slot), (t // STAGES) & 1)
-    if PINGPONG:
-        mbarrier.wait(turns.index(WG), (t & 1) ^ WG)
-    k = k_bufs.index(k_slot).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
-    zero = gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    # Rescaling and rounding hide behind the product of queries and keys.
-    if COND:
-        acc = _rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None])
-    else:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    mbarrier.wait(v_ready.index(v_slot), ((t - 1) // STAGES) & 1)
-    v = v_bufs.index(v_slot).reshape([BLOCK_N, HEAD_DIM])
-    acc = warpgroup_mma(gl.convert_layout(p.to(v.dtype), p_layout), v, acc, is_async=True)
-    if PINGPONG:
-        mbarrier.arrive(turns.index(1 - WG), count=1)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_empty.index(k_slot), count=1)
-    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED, True)
-    l_i = _before_wait(l_i)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(v_slot), count=1)
-    return acc, p, alpha, m_i, l_i
+def _settled(x):
+    """`x` (never negative), computed before anything that follows.
+
+    The assembler hoists a wait for the tensor cores over arithmetic, which would end their overlap with the softmax.
+    It does not hoist it over a store, even one that never happens.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred negative;
+        .reg .u32 nowhere;
+        mov.u32 nowhere, 0;
+        setp.lt.f32 negative, $1, 0f00000000;
+        @negative st.shared.f32 [nowhere], $1;
+        mov.f32 $0, $1;
+        }""",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
-def _write(acc, m_i, l_i, q_buf, where, num_rows, out, WG: gl.constexpr, STORE_LAYOUT: gl.constexpr):
-    row, head, kv_head, q_first, base = where
-    out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh = out
-    HALF: gl.constexpr = q_buf.shape[0]
-    HEAD_DIM: gl.constexpr = q_buf.shape[1]
-    rows_layout: gl.constexpr = m_i.type.layout
-    o_layout: gl.constexpr = acc.type.layout
-    l_i = gl.convert_layout(gl.sum(l_i, 1), rows_layout)
-    offs_r = WG * HALF + gl.arange(0, HALF, rows_layout)
-    lse_base = lse_ptr + row.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh + q_first
-    gl.store(lse_base + offs_r, (m_i + gl.log2(l_i)) * (1.0 / LOG2E), mask=offs_r < num_rows)
-    # Queries are no longer needed: their buffer turns the output's rows into whole lines of memory.
-    inverse = gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, o_layout))
-    q_buf.store((acc * inverse[:, None]).to(q_buf.dtype))
-    o = q_buf.load(STORE_LAYOUT)
-    offs_m = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STORE_LAYOUT))
-    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORE_LAYOUT))
-    out_base = out_ptr + row.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-    rows = (q_first + offs_m).to(gl.int64)[:, None] * stride_oq
-    gl.store(out_base + rows + offs_d[None, :], o, mask=(offs_m < num_rows)[:, None])
+def _scores(q, ring, t, SCORES: gl.constexpr):
+    """Starts the product of the queries with the `t`-th tile of keys."""
+    buffers, ready, _ = ring
+    ROWS: gl.constexpr = q.shape[0]
+    KEYS: gl.constexpr = buffers.shape[3]
+    HEAD_DIM: gl.constexpr = buffers.shape[4]
+    mbarrier.wait(ready.index(t % _STAGES), t // _STAGES & 1)
+    k = buffers.index(t % _STAGES).reshape([KEYS, HEAD_DIM]).permute((1, 0))
+    zero = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(acc, p, ring, t):
+    """Starts the product of the probabilities with the `t`-th tile of values."""
+    buffers, ready, _ = ring
+    KEYS: gl.constexpr = buffers.shape[3]
+    HEAD_DIM: gl.constexpr = buffers.shape[4]
+    mbarrier.wait(ready.index(t % _STAGES), t // _STAGES & 1)
+    v = buffers.index(t % _STAGES).reshape([KEYS, HEAD_DIM])
+    p = gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def _step(
+    t, first_key, acc, p, m_i, l_i, alpha, q, key_ring, value_ring, offs_i, limits, to_log2,
+    MASKED: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of tile `t` beside the output of tile `t - 1`."""
+    s = _scores(q, key_ring, t, SCORES)
+    # Rescaling and rounding hide behind the scores.
+    acc = _rescale(acc, alpha)
+    acc = _add_values(acc, p, value_ring, t - 1)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(key_ring[2].index(t % _STAGES), count=1)
+    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, MASKED)
+    l_i = _settled(l_i)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(value_ring[2].index((t - 1) % _STAGES), count=1)
+    return acc, p, m_i, l_i, alpha
 
 
 @gluon.jit
 def _consume(
-    buffers, barriers, where, keys, limits, tile, out, WG: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STORE_LAYOUT: gl.constexpr, COND: gl.constexpr,
+    shared, limits, rows, out, GROUP: gl.constexpr, HAS_SINKS: gl.constexpr, STORED: gl.constexpr
 ):  # fmt: skip
-    q_bufs, k_bufs, v_bufs = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty, turns = barriers
-    row, head, kv_head, q_first, base = where
-    num_sink, num_low, window_begin, free_begin, free_end, num_masked, num_tiles = keys
-    first_query, num_rows, to_log2, sink_logit = tile
+    queries, key_ring, value_ring, origin, masked, counts = shared
+    q_buffers, q_ready = queries
+    row, head, _, q_first, _ = origin
+    num_sink, num_low, window_begin, free_end = masked
+    num_masked, num_tiles = counts
+    first_query, num_rows, to_log2, sink_logit = rows
     out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh = out
+    ROWS: gl.constexpr = q_buffers.shape[3]
+    HEAD_DIM: gl.constexpr = q_buffers.shape[4]
+    KEYS: gl.constexpr = key_ring[0].shape[3]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    HALF: gl.constexpr = q_bufs.shape[3]
-    BLOCK_N: gl.constexpr = k_bufs.shape[3]
-    HEAD_DIM: gl.constexpr = k_bufs.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    q_buf = q_bufs.index(WG).reshape([HALF, HEAD_DIM])
-    offs_i = first_query + WG * HALF + gl.arange(0, HALF, rows_layout)
+    q = q_buffers.index(GROUP).reshape([ROWS, HEAD_DIM])
+    offs_r = GROUP * ROWS + gl.arange(0, ROWS, SCORE_ROWS)
+    offs_i = first_query + offs_r
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUTPUT)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
+    l_i = _lane_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     if HAS_SINKS:
-        m_i = gl.zeros([HALF], gl.float32, rows_layout) + sink_logit * LOG2E
-        l_first = 0.25
-    else:
-        m_i = gl.full([HALF], float("-inf"), gl.float32, rows_layout)
-        l_first = 0.0
-    # A quarter of the sink in each of the four lanes of a row.
-    l_i = _lane_sums(gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)) + l_first
-    acc = gl.zeros([HALF, HEAD_DIM], gl.float32, o_layout)
+        # A sink is a logit without a value: it enters the denominator only, a quarter in each of a row's four lanes.
+        m_i = gl.zeros([ROWS], gl.float32, SCORE_ROWS) + sink_logit * _LOG2E
+        l_i = l_i + 0.25
 
     mbarrier.wait(q_ready, 0)
-    mbarrier.wait(k_ready.index(0), 0)
-    k = k_bufs.index(0).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
-    zero = gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)
-    s = warpgroup_mma(q_buf, k, zero, use_acc=False, is_async=True)
+    s = _scores(q, key_ring, 0, SCORES)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index(0), count=1)
-    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, _first_key(0, keys, BLOCK_N), limits, to_log2, True, True)
-
+    mbarrier.arrive(key_ring[2].index(0), count=1)
+    first_key = masked_key(0, num_sink, num_low, window_begin, free_end, KEYS)
+    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, True)
     for t in range(1, num_masked):
-        acc, p, alpha, m_i, l_i = _step(
-            t, _first_key(t, keys, BLOCK_N), acc, p, alpha, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
-            to_log2, WG, True, STAGES, PINGPONG, s_layout, o_layout, COND,
-        )  # fmt: skip
+        first_key = masked_key(t, num_sink, num_low, window_begin, free_end, KEYS)
+        acc, p, m_i, l_i, alpha = _step(
+            t, first_key, acc, p, m_i, l_i, alpha, q, key_ring, value_ring, offs_i, limits, to_log2, True, SCORES
+        )
     for t in range(num_masked, num_tiles):
-        acc, p, alpha, m_i, l_i = _step(
-            t, 0, acc, p, alpha, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
-            to_log2, WG, False, STAGES, PINGPONG, s_layout, o_layout, COND,
-        )  # fmt: skip
-
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    last = num_tiles - 1
-    v_slot = last % STAGES
-    mbarrier.wait(v_ready.index(v_slot), (last // STAGES) & 1)
-    v = v_bufs.index(v_slot).reshape([BLOCK_N, HEAD_DIM])
-    acc = warpgroup_mma(gl.convert_layout(p.to(v.dtype), p_layout), v, acc, is_async=True)
+        acc, p, m_i, l_i, alpha = _step(
+            t, 0, acc, p, m_i, l_i, alpha, q, key_ring, value_ring, offs_i, limits, to_log2, False, SCORES
+        )
+    acc = _add_values(_rescale(acc, alpha), p, value_ring, num_tiles - 1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
-    _write(acc, m_i, l_i, q_buf, where, num_rows, out, WG, STORE_LAYOUT)
+    l_i = gl.convert_layout(gl.sum(l_i, 1), SCORE_ROWS)
+    lse_rows = lse_ptr + row.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh + q_first + offs_r
+    gl.store(lse_rows, (m_i + gl.log2(l_i)) / _LOG2E, mask=offs_r < num_rows)
+    # The queries' buffer is free: through it each warp writes whole lines of memory.
+    q.store((acc / gl.convert_layout(l_i, gl.SliceLayout(1, OUTPUT))[:, None]).to(q_buffers.dtype))
+    offs_m = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORED))
+    out_head = out_ptr + row.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+    out_rows = out_head + (q_first + offs_m).to(gl.int64)[:, None] * stride_oq + offs_d[None, :]
+    gl.store(out_rows, q.load(STORED), mask=(offs_m < num_rows)[:, None])
 
 
 @gluon.jit
-def _serial_step(
-    t, first, acc, m_i, l_i, q, k_bufs, v_bufs, barriers, offs_i, limits, to_log2,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
-):  # fmt: skip
-    q_ready, k_ready, k_empty, v_ready, v_empty, turns = barriers
-    HALF: gl.constexpr = q.shape[0]
-    BLOCK_N: gl.constexpr = k_bufs.shape[3]
-    HEAD_DIM: gl.constexpr = k_bufs.shape[4]
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    slot = t % STAGES
-    phase = (t // STAGES) & 1
-    mbarrier.wait(k_ready.index(slot), phase)
-    k = k_bufs.index(slot).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
-    zero = gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
-    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first, limits, to_log2, MASKED, True)
-    acc = _rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None])
-    mbarrier.wait(v_ready.index(slot), phase)
-    v = v_bufs.index(slot).reshape([BLOCK_N, HEAD_DIM])
-    acc = warpgroup_mma(gl.convert_layout(p.to(v.dtype), p_layout), v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(slot), count=1)
-    return acc, m_i, l_i
-
-
-@gluon.jit
-def _consume_serial(
-    buffers, barriers, where, keys, limits, tile, out, WG: gl.constexpr, STAGES: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STORE_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    q_bufs, k_bufs, v_bufs = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty, turns = barriers
-    num_sink, num_low, window_begin, free_begin, free_end, num_masked, num_tiles = keys
-    first_query, num_rows, to_log2, sink_logit = tile
-    HALF: gl.constexpr = q_bufs.shape[3]
-    BLOCK_N: gl.constexpr = k_bufs.shape[3]
-    HEAD_DIM: gl.constexpr = k_bufs.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    q_buf = q_bufs.index(WG).reshape([HALF, HEAD_DIM])
-    offs_i = first_query + WG * HALF + gl.arange(0, HALF, rows_layout)
-    if HAS_SINKS:
-        m_i = gl.zeros([HALF], gl.float32, rows_layout) + sink_logit * LOG2E
-        l_first = 0.25
-    else:
-        m_i = gl.full([HALF], float("-inf"), gl.float32, rows_layout)
-        l_first = 0.0
-    l_i = _lane_sums(gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)) + l_first
-    acc = gl.zeros([HALF, HEAD_DIM], gl.float32, o_layout)
-    mbarrier.wait(q_ready, 0)
-    for t in range(0, num_masked):
-        acc, m_i, l_i = _serial_step(
-            t, _first_key(t, keys, BLOCK_N), acc, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
-            to_log2, True, STAGES, s_layout, o_layout,
-        )  # fmt: skip
-    for t in range(num_masked, num_tiles):
-        acc, m_i, l_i = _serial_step(
-            t, 0, acc, m_i, l_i, q_buf, k_bufs, v_bufs, barriers, offs_i, limits,
-            to_log2, False, STAGES, s_layout, o_layout,
-        )  # fmt: skip
-    _write(acc, m_i, l_i, q_buf, where, num_rows, out, WG, STORE_LAYOUT)
-
-
-@gluon.jit
-def _heavy_first_tile(
-    pid, tiles, num_units, gate_ptr, stride_gn, stride_gh, num_kv_heads, GROUP: gl.constexpr, BLOCK_G: gl.constexpr
-):
-    layout: gl.constexpr = (
-        gl.BlockedLayout([BLOCK_G // 32], [32], [gl.num_warps()], [0])
-        if BLOCK_G > 32
-        else gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    )
-    offs = gl.arange(0, BLOCK_G, layout)
-    entries = num_units // GROUP
-    gate = gl.load(
-        gate_ptr + (offs // num_kv_heads).to(gl.int64) * stride_gn + offs % num_kv_heads * stride_gh,
-        mask=offs < entries,
-        other=1,
-    )
-    retrieval = ((gate == 0) & (offs < entries)).to(gl.int32)
-    before = gl.associative_scan(retrieval, 0, _add) - retrieval
-    total = gl.sum(retrieval, 0)
-    rank = pid // (tiles * GROUP)
-    among = pid % (tiles * GROUP)
-    place = gl.where(retrieval != 0, before, total + offs - before)
-    entry = gl.sum(gl.where((place == rank) & (offs < entries), offs, 0), 0)
-    return entry // num_kv_heads, entry % num_kv_heads * GROUP + among % GROUP, tiles - 1 - among // GROUP
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
+def _store_padding(out, row, head, first, q_base, dtype: gl.constexpr, BLOCK_M: gl.constexpr, STORED: gl.constexpr):
+    """Zeros for the queries `first .. first + BLOCK_M` that are padding: those before `q_base`."""
+    out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh = out
+    ROWS: gl.constexpr = 32
+    HEAD_DIM: gl.constexpr = STORED.size_per_thread[1] * STORED.threads_per_warp[1]
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORED))
+    out_head = out_ptr + row.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+    lse_head = lse_ptr + row.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh
+    for part in range(BLOCK_M // ROWS):
+        offs_m = first + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+        padded = offs_m < q_base
+        out_rows = out_head + offs_m.to(gl.int64)[:, None] * stride_oq + offs_d[None, :]
+        gl.store(out_rows, gl.zeros([ROWS, HEAD_DIM], dtype, STORED), mask=padded[:, None])
+        gl.store(lse_head + offs_m, gl.full([ROWS], float("-inf"), gl.float32, padded.type.layout), mask=padded)
 
 
 @gluon.jit
 def _routed_attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, gate_ptr, start_ptr, sinks_ptr, out_ptr, lse_ptr,
+    q_desc, k_desc, v_desc, gate_ptr, start_ptr, cu_seqlens_ptr, list_ptr, count_ptr, sinks_ptr, out_ptr, lse_ptr,
     stride_gn, stride_gh, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh,
-    num_sequences, num_kv_heads, q_length, k_length, sink_size, window_size, scale,
-    GROUP: gl.constexpr, HAS_START: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_G: gl.constexpr,
-    STAGES: gl.constexpr, PINGPONG: gl.constexpr, STORE_LAYOUT: gl.constexpr, REGS: gl.constexpr,
-    NARROW: gl.constexpr, COND: gl.constexpr, WGS: gl.constexpr,
+    num_sequences, num_kv_heads, q_length, k_length, list_rows, list_columns, sink_size, window_size, scale,
+    RETRIEVAL_MODE: gl.constexpr, SPARSE_MODE: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
+    HAS_CU_SEQLENS: gl.constexpr, HAS_SINKS: gl.constexpr, XA_BLOCK: gl.constexpr, BLOCK_G: gl.constexpr,
+    STORED: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = q_desc.block_type.shape[2]
-    BLOCK_M: gl.constexpr = WGS * HALF
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK_M: gl.constexpr = _GROUPS * ROWS
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    sequence, head, tile = _heavy_first_tile(
-        gl.program_id(0), gl.cdiv(q_length, BLOCK_M), num_sequences * num_kv_heads * GROUP, gate_ptr,
-        stride_gn, stride_gh, num_kv_heads, GROUP, BLOCK_G,
+    offs_g = gl.arange(0, BLOCK_G, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    sequence, row, head, tile, base, length, num_queries, q_base = locate_tile(
+        offs_g, gate_ptr, start_ptr, cu_seqlens_ptr, stride_gn, stride_gh, num_sequences, num_kv_heads,
+        q_length, k_length, GROUP, HAS_START, HAS_CU_SEQLENS, BLOCK_M,
     )  # fmt: skip
-    row = sequence
-    base = 0
-    if HAS_START:
-        base = gl.load(start_ptr + row).to(gl.int32)
-    length = k_length - base
-    num_queries = gl.minimum(q_length, length)
-    q_base = q_length - num_queries
     kv_head = head // GROUP
+    out = (out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh)
     if HAS_START:
-        zero_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-        offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, zero_layout))
-        out_z = out_ptr + row.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-        lse_z = lse_ptr + row.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh
-        zeros = gl.zeros([HALF, HEAD_DIM], dtype, zero_layout)
-        for i in gl.static_range(WGS):
-            offs_z = tile * BLOCK_M + i * HALF + gl.arange(0, HALF, gl.SliceLayout(1, zero_layout))
-            gl.store(
-                out_z + offs_z.to(gl.int64)[:, None] * stride_oq + offs_d[None, :],
-                zeros,
-                mask=(offs_z < q_base)[:, None],
-            )
-            gl.store(
-                lse_z + offs_z, gl.full([HALF], float("-inf"), gl.float32, offs_z.type.layout), mask=offs_z < q_base
-            )
+        _store_padding(out, row, head, tile * BLOCK_M, q_base, dtype, BLOCK_M, STORED)
 
+    gate = gl.load(gate_ptr + sequence.to(gl.int64) * stride_gn + kv_head * stride_gh)
+    streaming, block_sparse = head_mode(gate, RETRIEVAL_MODE, SPARSE_MODE)
+    sink, window = head_limits(streaming, sink_size, window_size)
     num_rows = num_queries - tile * BLOCK_M
-    streaming = gl.load(gate_ptr + sequence.to(gl.int64) * stride_gn + kv_head * stride_gh) != 0
-    window = gl.where(streaming, window_size, UNBOUNDED)
-    sink = gl.where(streaming, sink_size, 0)
     first_query = length - num_queries + tile * BLOCK_M
     last_query = gl.minimum(first_query + BLOCK_M, length) - 1
-    free_end = first_query - first_query % BLOCK_N
-    window_begin = first_query + 1 - gl.minimum(window, first_query + 1)
-    window_begin = gl.minimum(window_begin - window_begin % BLOCK_N, free_end)
-    free_begin = gl.minimum(gl.cdiv(last_query + 1 - gl.minimum(window, last_query + 1), BLOCK_N) * BLOCK_N, free_end)
-    num_sink = gl.cdiv(gl.minimum(sink, window_begin), BLOCK_N)
-    num_low = (free_begin - window_begin) // BLOCK_N
-    num_masked = num_sink + num_low + gl.cdiv(last_query + 1 - free_end, BLOCK_N)
-    num_tiles = num_masked + (free_end - free_begin) // BLOCK_N
-    # A tile of nothing but padding folds one tile of keys and stores nothing.
+    num_sink, num_low, window_begin, free_begin, free_end, num_masked = key_ranges(
+        first_query, last_query, sink, window, block_sparse, XA_BLOCK, KEYS
+    )
+    num_tiles = num_masked + (free_end - free_begin) // KEYS
+    kept_ptr = list_ptr
+    if XA_BLOCK > 0:
+        list_row = (sequence.to(gl.int64) * num_kv_heads * GROUP + head) * list_rows + tile * BLOCK_M // XA_BLOCK
+        kept_ptr = list_ptr + list_row * list_columns
+        # The diagonal block is always kept and closes the list: its tiles are the masked ones.
+        kept = gl.load(count_ptr + list_row, mask=num_rows > 0, other=1)
+        num_tiles = gl.where(block_sparse, num_masked + (kept - 1) * (XA_BLOCK // KEYS), num_tiles)
+    # A tile without queries folds one tile of keys and stores nothing.
     num_masked = gl.where(num_rows > 0, num_masked, 1)
     num_tiles = gl.where(num_rows > 0, num_tiles, 1)
 
-    q_bufs = gl.allocate_shared_memory(dtype, [WGS, 1, 1, HALF, HEAD_DIM], q_desc.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [_STAGES, 1, 1, KEYS, HEAD_DIM], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [_STAGES, 1, 1, KEYS, HEAD_DIM], v_desc.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], bars)
+    k_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
+    k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
+    v_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
+    v_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
     mbarrier.init(q_ready, count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=WGS)
-        mbarrier.init(v_empty.index(i), count=WGS)
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=_GROUPS)
+        mbarrier.init(v_empty.index(stage), count=_GROUPS)
 
     sink_logit = 0.0
     if HAS_SINKS:
         sink_logit = gl.load(sinks_ptr + head).to(gl.float32)
-    buffers = (q_bufs, k_bufs, v_bufs)
-    barriers = (q_ready, k_ready, k_empty, v_ready, v_empty, turns)
-    where = (row, head, kv_head, q_base + tile * BLOCK_M, base)
-    keys = (num_sink, num_low, window_begin, free_begin, free_end, num_masked, num_tiles)
+    queries = (q_buffers, q_ready)
+    key_ring = (k_buffers, k_ready, k_empty)
+    value_ring = (v_buffers, v_ready, v_empty)
+    origin = (row, head, kv_head, q_base + tile * BLOCK_M, base)
+    masked = (num_sink, num_low, window_begin, free_end)
+    free = (free_begin, kept_ptr, block_sparse)
+    counts = (num_masked, num_tiles)
+    rows = (first_query, num_rows, scale * _LOG2E, sink_logit)
+    shared = (queries, key_ring, value_ring, origin, masked, counts)
     limits = (sink, window)
-    tile_args = (first_query, num_rows, scale * LOG2E, sink_logit)
-    out = (out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh)
-    if NARROW:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (
-                        buffers,
-                        barriers,
-                        where,
-                        keys,
-                        limits,
-                        tile_args,
-                        out,
-                        gl.constexpr(0),
-                        STAGES,
-                        PINGPONG,
-                        HAS_SINKS,
-                        STORE_LAYOUT,
-                        COND,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        buffers,
-                        barriers,
-                        where,
-                        keys,
-                        limits,
-                        tile_args,
-                        out,
-                        gl.constexpr(1),
-                        STAGES,
-                        PINGPONG,
-                        HAS_SINKS,
-                        STORE_LAYOUT,
-                        COND,
-                    ),
-                ),
-                (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
-            ],
-            [4, 1],
-            [REGS, 24],
-        )
-    elif WGS == 3:
-        gl.warp_specialize(
-            [
-                (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
-                (
-                    _consume_serial,
-                    (
-                        buffers,
-                        barriers,
-                        where,
-                        keys,
-                        limits,
-                        tile_args,
-                        out,
-                        gl.constexpr(0),
-                        STAGES,
-                        HAS_SINKS,
-                        STORE_LAYOUT,
-                    ),
-                ),
-                (
-                    _consume_serial,
-                    (
-                        buffers,
-                        barriers,
-                        where,
-                        keys,
-                        limits,
-                        tile_args,
-                        out,
-                        gl.constexpr(1),
-                        STAGES,
-                        HAS_SINKS,
-                        STORE_LAYOUT,
-                    ),
-                ),
-                (
-                    _consume_serial,
-                    (
-                        buffers,
-                        barriers,
-                        where,
-                        keys,
-                        limits,
-                        tile_args,
-                        out,
-                        gl.constexpr(2),
-                        STAGES,
-                        HAS_SINKS,
-                        STORE_LAYOUT,
-                    ),
-                ),
-            ],
-            [4, 4, 4],
-            [REGS, REGS, REGS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_produce, ((q_desc, k_desc, v_desc), buffers, barriers, where, keys, BLOCK_N, STAGES)),
-                (
-                    _consume,
-                    (
-                        buffers,
-                        barriers,
-                        where,
-                        keys,
-                        limits,
-                        tile_args,
-                        out,
-                        gl.constexpr(0),
-                        STAGES,
-                        PINGPONG,
-                        HAS_SINKS,
-                        STORE_LAYOUT,
-                        COND,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        buffers,
-                        barriers,
-                        where,
-                        keys,
-                        limits,
-                        tile_args,
-                        out,
-                        gl.constexpr(1),
-                        STAGES,
-                        PINGPONG,
-                        HAS_SINKS,
-                        STORE_LAYOUT,
-                        COND,
-                    ),
-                ),
-            ],
-            [4, 4],
-            [REGS, REGS],
-        )
+    gl.warp_specialize(
+        [
+            (_produce, (shared, (q_desc, k_desc, v_desc), free, XA_BLOCK)),
+            (_consume, (shared, limits, rows, out, 0, HAS_SINKS, STORED)),
+            (_consume, (shared, limits, rows, out, 1, HAS_SINKS, STORED)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS],
+    )
+
+
+def supports(query, key, value, *, kept_blocks=None, softcap=None, **_) -> bool:
+    """Whether this kernel computes the call: its device, dtype, head_dim, memory layout and options."""
+    if query.device.type != "cuda" or compute_capability(query.device.index) != 90:
+        return False
+    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[3] not in (64, 128) or softcap is not None:
+        return False
+    if kept_blocks is not None and kept_blocks.block_size % max(BLOCK_M, BLOCK_N):
+        return False
+    return all(_is_copyable(x) for x in (query, key, value))
+
+
+def _is_copyable(x: torch.Tensor) -> bool:
+    """Whether TMA can read `x` `[B, H, S, D]`: channels together, everything else at multiples of 16 bytes."""
+    aligned = all(stride > 0 and stride % 8 == 0 for size, stride in zip(x.shape[:3], x.stride()) if size > 1)
+    return x.stride(3) == 1 and aligned and x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _shared_layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], element)
+
+
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    head_dim = x.shape[3]
+    # The stride of an axis of one entry is never used, but it has to be a legal one.
+    strides = [stride if size > 1 else head_dim for size, stride in zip(x.shape, x.stride())]
+    strides[3] = 1
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, head_dim], _shared_layout(rows, head_dim, x.dtype))
 
 
 def routed_attention_forward_hopper(
@@ -602,63 +423,45 @@ def routed_attention_forward_hopper(
     value,
     gate,
     *,
+    mode_pair,
     sink_size,
     window_size,
     start=None,
+    cu_seqlens=None,
+    kept_blocks=None,
     sinks=None,
     scale,
-    block_n=128,
-    stages=2,
-    pingpong=True,
-    regs=240,
-    maxnreg=168,
-    narrow=False,
-    cond=True,
-    wgs=2,
 ):
+    """Launches the kernel; arguments as `routed_attention`, which validates them, within what `supports` allows.
+
+    Returns:
+        The output `[B, Hq, Q, D]` in query's dtype and its log-sum-exp, float32 `[B, Hq, Q]`.
+    """
     batch, num_heads, q_length, head_dim = query.shape
     _, num_kv_heads, k_length, _ = key.shape
-    dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
-
-    def descriptor(x, rows):
-        block = [1, 1, rows, head_dim]
-        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-    out = torch.empty_like(query)
-    lse = torch.empty(batch, num_heads, q_length, dtype=torch.float32, device=query.device)
+    lists = counts = None
+    xa_block = list_rows = list_columns = 0
+    if kept_blocks is not None:
+        xa_block = kept_blocks.block_size
+        list_rows, list_columns = kept_blocks.mask.shape[2:]
+        lists, counts = kept_lists(kept_blocks.mask)
+    packed = cu_seqlens is not None
+    sequences = cu_seqlens.numel() - 1 if packed else batch
+    tiles = batch * q_length // BLOCK_M + sequences if packed else batch * triton.cdiv(q_length, BLOCK_M)
+    out, lse = empty_outputs(query)
+    retrieval_mode, sparse_mode = pair_modes(mode_pair)
     lanes = head_dim // 8
-    _routed_attention_fwd_hopper_kernel[(triton.cdiv(q_length, 64 * wgs) * batch * num_heads,)](
-        descriptor(query, 64),
-        descriptor(key, block_n),
-        descriptor(value, block_n),
-        gate,
-        start,
-        sinks,
-        out,
-        lse,
-        *gate.stride(),
-        *out.stride()[:3],
-        *lse.stride()[:2],
-        batch,
-        num_kv_heads,
-        q_length,
-        k_length,
-        sink_size,
-        window_size,
-        scale,
-        GROUP=num_heads // num_kv_heads,
-        HAS_START=start is not None,
-        HAS_SINKS=sinks is not None,
-        BLOCK_G=triton.next_power_of_2(batch * num_kv_heads),
-        STAGES=stages,
-        PINGPONG=pingpong,
-        STORE_LAYOUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]),
-        REGS=regs,
-        NARROW=narrow,
-        COND=cond,
-        WGS=wgs,
-        num_warps=4,
-        maxnreg=maxnreg,
-    )
+    with on_device(query):
+        _routed_attention_fwd_hopper_kernel[(tiles * num_heads,)](
+            _descriptor(query, BLOCK_M // 2), _descriptor(key, BLOCK_N), _descriptor(value, BLOCK_N),
+            gate, start, cu_seqlens, lists, counts, sinks, out, lse,
+            *gate.stride(), *out.stride()[:3], *lse.stride()[:2],
+            sequences, num_kv_heads, q_length, k_length, list_rows, list_columns,
+            min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale,
+            RETRIEVAL_MODE=retrieval_mode, SPARSE_MODE=sparse_mode, GROUP=num_heads // num_kv_heads,
+            HAS_START=start is not None, HAS_CU_SEQLENS=packed, HAS_SINKS=sinks is not None, XA_BLOCK=xa_block,
+            BLOCK_G=triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
+            STORED=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]),
+            num_warps=4, maxnreg=_LAUNCH_REGISTERS,
+        )  # fmt: skip
     return out, lse

@@ -1,0 +1,222 @@
+"""Which layers of a decoder can be routed, where their pre-rotary keys come from, and why a model is refused.
+
+One generic rule covers the supported families: an attention module named `self_attn` with a `k_proj` or a fused
+`qkv_proj`, full attention, and keyword arguments handed down from the decoder. A probe with an identity rotary
+embedding confirms that the keys computed here are the keys that the module rotates.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+KEY_NORM_NAMES = ("k_norm", "k_layernorm", "key_layernorm")
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """An attention layer that can be routed.
+
+    Args:
+        index: layer index, the one its cache uses.
+        name: qualified name of the attention module inside the model.
+        head_dim: dimension of a key head.
+        num_key_value_heads: key-value heads.
+    """
+
+    index: int
+    name: str
+    head_dim: int
+    num_key_value_heads: int
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Where the routed decoder sits in a model.
+
+    Args:
+        decoder_name: qualified name of the module that owns the layers; empty for the model itself.
+        layers: the layers that can be routed.
+        skipped: layer index to the reason why it cannot be routed.
+    """
+
+    decoder_name: str
+    layers: tuple[RoutedLayer, ...]
+    skipped: dict[int, str]
+
+
+def describe_model(model: nn.Module) -> DecoderSpec:
+    """Finds the decoder of `model` and the layers that can be routed.
+
+    Args:
+        model: a transformers decoder, alone or under a head.
+
+    Raises:
+        ValueError: no layer can be routed; the message gives the reason.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"`model` must be a decoder with rotary attention layers, got {model_type}: it has no `layers`."
+        )
+    if not _takes_keywords(decoder):
+        raise ValueError(f"`model` must hand keyword arguments to its layers, got {model_type}.")
+    decoder_name = next(name for name, module in model.named_modules() if module is decoder)
+
+    routed, skipped = [], {}
+    for position, layer in enumerate(layers):
+        attention = getattr(layer, "self_attn", None)
+        reason = _refusal(decoder, layer, attention, position)
+        if reason is not None:
+            skipped[position] = reason
+            continue
+        head_dim = attention.head_dim
+        name = f"{decoder_name}.layers.{position}.self_attn".lstrip(".")
+        index = getattr(attention, "layer_idx", position)
+        routed.append(RoutedLayer(index, name, head_dim, _num_key_value_heads(attention)))
+    if not routed:
+        reasons = "; ".join(dict.fromkeys(skipped.values()))
+        raise ValueError(f"`model` must have a full-attention layer that can be routed, got {model_type}: {reasons}.")
+    return DecoderSpec(decoder_name, tuple(routed), skipped)
+
+
+def pre_rotary_keys(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Key states of `hidden_states` before the rotary embedding, after the key norm where the module has one.
+
+    Args:
+        attention: an attention module that `describe_model` lists.
+        hidden_states: `[..., hidden_size]`, the module's input.
+
+    Returns:
+        `[..., H, head_dim]` in the dtype of the projection.
+    """
+    key_value_width = _num_key_value_heads(attention) * attention.head_dim
+    if hasattr(attention, "k_proj"):
+        keys = attention.k_proj(hidden_states)
+    else:
+        fused = attention.qkv_proj(hidden_states)
+        query_width = fused.shape[-1] - 2 * key_value_width
+        keys = fused[..., query_width : query_width + key_value_width]
+    norm = next((getattr(attention, n) for n in KEY_NORM_NAMES if getattr(attention, n, None) is not None), None)
+    heads = (*keys.shape[:-1], -1, attention.head_dim)
+    if norm is None:
+        return keys.view(heads)
+    if norm.weight.shape == (key_value_width,):  # OLMo2 normalises all heads together
+        return norm(keys).view(heads)
+    return norm(keys.view(heads))
+
+
+class KeyProbe:
+    """Stands in for a route: catches the keys that reach the attention function."""
+
+    def __init__(self):
+        self.keys = None
+
+    def attend(self, module, query, key, value, attention_mask, **kwargs):
+        self.keys = key
+        return query.transpose(1, 2).contiguous(), None
+
+
+@torch.no_grad()
+def check_pre_rotary_keys(model: nn.Module, spec: DecoderSpec) -> None:
+    """Runs one layer of each attention class with an identity rotary embedding and compares its keys with ours.
+
+    The attention modules must already use the elastic attention function. Modules on the meta device are left out.
+
+    Raises:
+        ValueError: the keys differ, so the router would not see the keys that the method defines.
+    """
+    decoder = model.get_submodule(spec.decoder_name)
+    seen = set()
+    for layer in spec.layers:
+        attention = model.get_submodule(layer.name)
+        weight = next(attention.parameters())
+        if type(attention) in seen or weight.device.type == "meta":
+            continue
+        seen.add(type(attention))
+        norm = next(p for p in decoder.layers[0].parameters() if p.is_floating_point())
+        width = model.get_submodule(spec.decoder_name).config.hidden_size
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, 4, width, generator=generator).to(device=weight.device, dtype=norm.dtype)
+        probe = KeyProbe()
+        training = attention.training
+        attention.eval()
+        try:
+            attention(
+                hidden_states=hidden,
+                position_embeddings=_identity_rotary(decoder, hidden),
+                position_ids=torch.arange(4, device=hidden.device)[None],
+                attention_mask=None,
+                elastic_route=probe,
+            )
+        finally:
+            attention.train(training)
+        expected = pre_rotary_keys(attention, hidden).transpose(1, 2)
+        if probe.keys is None or not torch.allclose(probe.keys.float(), expected.float(), rtol=1e-2, atol=1e-3):
+            raise ValueError(
+                f"`model` must rotate the normalised output of its key projection, got {type(attention).__name__}: "
+                "its keys are changed between the rotary embedding and the attention."
+            )
+
+
+def _identity_rotary(decoder: nn.Module, hidden_states: torch.Tensor):
+    """The decoder's own rotary embedding with every angle zero: cos 1 and sin 0, or the complex 1."""
+    rotary = decoder.rotary_emb
+    positions = torch.zeros(1, hidden_states.shape[1], dtype=torch.long, device=hidden_states.device)
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        embedding = rotary(hidden_states, positions, "full_attention")
+    else:
+        embedding = rotary(hidden_states, positions)
+    if isinstance(embedding, tuple):
+        cos, sin = embedding
+        return torch.ones_like(cos), torch.zeros_like(sin)
+    return torch.ones_like(embedding)
+
+
+def _refusal(decoder, layer, attention, position) -> str | None:
+    """Why this layer cannot be routed, or None."""
+    if attention is None:
+        return "its layers have no `self_attn` module"
+    if hasattr(attention, "kv_a_proj_with_mqa") or hasattr(attention, "kv_b_proj"):
+        return "multi-head latent attention has no key heads before its rotary embedding"
+    if not hasattr(attention, "k_proj") and not hasattr(attention, "qkv_proj"):
+        return "its attention has no `k_proj` or `qkv_proj`"
+    if not hasattr(attention, "head_dim") or not hasattr(decoder, "rotary_emb"):
+        return "its attention has no rotary position embedding"
+    window = _sliding_window(attention, position)
+    if window is not None:
+        return window
+    if not _takes_keywords(layer) or not _takes_keywords(attention):
+        return "its decoder layers drop keyword arguments, so routing cannot reach the attention"
+    return None
+
+
+def _sliding_window(attention, position) -> str | None:
+    config = attention.config
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[position] != "full_attention":
+        return f"layer type {layer_types[position]} already limits attention"
+    # Families without layer types read the window straight from the config.
+    from_config = None if layer_types is not None else getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        from_config = None
+    size = getattr(attention, "sliding_window", None) or from_config
+    return None if size is None else f"a sliding window of {size} tokens already limits attention"
+
+
+def _num_key_value_heads(attention: nn.Module) -> int:
+    groups = getattr(attention, "num_key_value_groups", None)
+    if groups is None:
+        return attention.config.num_key_value_heads
+    return attention.config.num_attention_heads // groups
+
+
+def _takes_keywords(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

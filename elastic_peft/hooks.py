@@ -1,0 +1,213 @@
+"""Puts routing into a model without touching its code: hooks on the model, its decoder and its attention modules."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import ATTENTION_NAME
+from .context import ForwardState, RoutingRecord, RoutingTape, decoder_scope, forced_by_layer
+from .families import RoutedLayer
+from .gating import uniform_noise
+from .layer import ElasticLayer
+from .sequences import find_sequences
+
+
+class DecoderHook:
+    """Pre-forward hook of the decoder: works out the forward pass's `ForwardState` and hands it to the layers."""
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        tape = kwargs.pop("elastic_tape", None)
+        labels = kwargs.pop("elastic_labels", None)
+        prompt_end = kwargs.pop("prompt_end", None)
+        routers = active_routers(decoder)
+        if not routers:
+            return args, kwargs
+        inputs = kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        scope = decoder_scope(decoder)
+        config = routers[0].active_config
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        past, continues = _cache_state(cache, routers)
+        state = ForwardState(past)
+        if not continues:
+            if not decoder.training and not scope.forced:
+                routers[0].check_loaded()
+            _refuse_reentrant_checkpoints(decoder)
+            state.sequences = find_sequences(
+                inputs.shape[0],
+                inputs.shape[1],
+                inputs.device,
+                attention_mask=kwargs.get("attention_mask"),
+                position_ids=kwargs.get("position_ids"),
+                cu_seqlens=kwargs.get("cu_seq_lens_q"),
+                labels=labels,
+                prompt_end=scope.prompt_end if prompt_end is None else prompt_end,
+                packed=cache is None,
+            )
+            lengths = state.sequences.lengths
+            key_bytes = 2 * routers[0].layer.head_dim * _key_dtype(decoder).itemsize
+            state.record = RoutingRecord(config.mode_pair, config.sink_size, config.window_size, lengths, key_bytes)
+            state.tape = RoutingTape() if tape is None else tape
+            state.tape.lengths = lengths
+            heads = {router.layer.index: router.layer.num_key_value_heads for router in routers}
+            if scope.forced:
+                state.forced = forced_by_layer(scope.forced[-1], heads)
+            elif decoder.training:
+                state.sampling = True
+                state.noise = _noise(state.tape, lengths.shape[0], heads)
+            state.pooled = scope.pooled
+            scope.record = state.record
+        kwargs["elastic_state"] = state
+        return args, kwargs
+
+
+def _noise(tape: RoutingTape, num_sequences: int, heads: dict[int, int]) -> dict[int, torch.Tensor]:
+    seeds = tape.seeds
+    if seeds is None:
+        seeds = torch.randint(2**63 - 1, (num_sequences,)).tolist()
+    if len(seeds) != num_sequences:
+        raise ValueError(f"`seeds` must hold one seed for each of the {num_sequences} sequences, got {len(seeds)}.")
+    indices = sorted(heads)
+    return dict(zip(indices, uniform_noise(seeds, [heads[index] for index in indices])))
+
+
+def _cache_state(cache, routers) -> tuple[Any, bool]:
+    """Tokens in the cache, and whether it already holds the routing that this pass must follow."""
+    if cache is None:
+        return 0, False
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise ValueError(f"`cache` must be a transformers cache with layers, got {type(cache).__name__}.")
+    index = routers[0].layer.index
+    layer = layers[index] if index < len(layers) else None
+    past = 0 if layer is None else layer.get_seq_length()
+    continues = getattr(layer, "gate", None) is not None
+    if not continues and int(past) > 0:
+        raise ValueError(
+            f"`cache` must have been filled with this adapter active, got one with {int(past)} tokens and no routing."
+        )
+    return past, continues
+
+
+def _refuse_reentrant_checkpoints(decoder: nn.Module) -> None:
+    if not (decoder.training and torch.is_grad_enabled()):
+        return
+    for layer in decoder.layers:
+        checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+        if getattr(layer, "gradient_checkpointing", False) and checkpoint.keywords.get("use_reentrant", True):
+            raise ValueError(
+                "`gradient_checkpointing_kwargs` must set use_reentrant to False, got True: a reentrant checkpoint "
+                "would leave the routers without gradients."
+            )
+
+
+def _key_dtype(decoder: nn.Module) -> torch.dtype:
+    return getattr(decoder, "dtype", torch.float32)
+
+
+def pass_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    """Pre-forward hook of the outer model: lets the decoder see the labels, so that answers are never pooled."""
+    labels = kwargs.get("labels")
+    if labels is None and len(args) > 1:
+        labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
+    if labels is not None and "prompt_end" not in kwargs:
+        kwargs["elastic_labels"] = labels
+    return args, kwargs
+
+
+def route_attention(attention: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    """Pre-forward hook of a routed attention module: turns the forward state into this layer's decisions."""
+    state = kwargs.pop("elastic_state", None)
+    router = attention.router
+    if "elastic_route" in kwargs or router.active_config is None:
+        return args, kwargs
+    if state is None:
+        raise RuntimeError(
+            f"`elastic_state` must reach every routed layer, layer {router.layer.index} got none: the decoder layer "
+            "dropped it, or the attention module was called outside its decoder."
+        )
+    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    kwargs["elastic_route"] = router.route(attention, hidden_states, state, cache)
+    return args, kwargs
+
+
+def active_routers(decoder: nn.Module) -> list[ElasticLayer]:
+    """The routers of `decoder` that route with the active adapter, in layer order; empty while disabled."""
+    routers = (getattr(getattr(layer, "self_attn", None), "router", None) for layer in decoder.layers)
+    return [router for router in routers if isinstance(router, ElasticLayer) and router.active_config is not None]
+
+
+def attach_router(attention: nn.Module, layer: RoutedLayer) -> ElasticLayer:
+    """Gives an attention module its `router` and points it, and it alone, at the elastic attention function."""
+    base_config = attention.config
+    attention.router = ElasticLayer(layer, base_config)
+    attention.router.train(attention.training)
+    attention.config = copy.copy(base_config)
+    attention.config._attn_implementation_internal = ATTENTION_NAME
+    attention.elastic_handles = [attention.register_forward_pre_hook(route_attention, with_kwargs=True)]
+    return attention.router
+
+
+def attach_decoder(model: nn.Module, decoder: nn.Module) -> None:
+    """Adds the hooks of the decoder and of the model around it."""
+    decoder.elastic_handles = [
+        decoder.register_forward_pre_hook(DecoderHook(), with_kwargs=True),
+        decoder.register_load_state_dict_pre_hook(check_router_weights),
+    ]
+    if model is not decoder:
+        decoder.elastic_handles.append(model.register_forward_pre_hook(pass_labels, with_kwargs=True))
+
+
+def detach(model: nn.Module) -> None:
+    """Removes every router and hook and gives the attention modules their configuration back."""
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "router", None), ElasticLayer):
+            module.config = module.router.base_config
+            del module.router
+        for handle in getattr(module, "elastic_handles", ()):
+            handle.remove()
+        if hasattr(module, "elastic_handles"):
+            del module.elastic_handles
+
+
+def check_router_weights(decoder: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *unused: Any) -> None:
+    """Before anything is loaded: a state dict that holds part of an adapter must hold all of it, whole and finite.
+
+    Raises:
+        ValueError: router weights are missing, of another shape, or not finite. Routers that were only made for these
+            weights are removed, so that the base model is left as it was.
+    """
+    routers = {name: module for name, module in decoder.named_modules() if isinstance(module, ElasticLayer)}
+    for adapter in sorted({adapter for router in routers.values() for adapter in router.configs}):
+        expected = {
+            f"{prefix}{name}.{key}": tensor
+            for name, router in routers.items()
+            for key, tensor in router.state_dict().items()
+            if key.split(".")[-2] == adapter
+        }
+        fault = _find_fault(expected, state_dict)
+        if fault is not None:
+            if all(router.awaits_weights() for router in routers.values()):
+                detach(decoder)
+            raise ValueError(f"`state_dict` must hold the whole adapter {adapter!r}, got {fault}.")
+
+
+def _find_fault(expected: dict[str, torch.Tensor], state_dict: dict[str, torch.Tensor]) -> str | None:
+    missing = [key for key in expected if key not in state_dict]
+    if len(missing) == len(expected):
+        return None  # another adapter's state dict
+    if missing:
+        return f"{len(expected) - len(missing)} of {len(expected)} tensors, without {missing[0]}"
+    for key, tensor in expected.items():
+        if state_dict[key].shape != tensor.shape:
+            return f"shape {tuple(state_dict[key].shape)} instead of {tuple(tensor.shape)} for {key}"
+        if not state_dict[key].is_meta and not state_dict[key].isfinite().all():
+            return f"values that are not finite in {key}"
+    return None

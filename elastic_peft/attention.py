@@ -83,7 +83,10 @@ class ElasticRoute:
             self._note("dense")
             return base(module, query, key, value, attention_mask, **kwargs)
         if module.training and kwargs.get("dropout"):
-            raise ValueError(f"`attention_dropout` must be 0 while routers train, got {kwargs['dropout']}.")
+            raise ValueError(
+                f"`attention_dropout` must be 0 while routers train, got {kwargs['dropout']}: load the base model with "
+                "attention_dropout=0.0."
+            )
         self._note("reference")
 
         def run(mode):

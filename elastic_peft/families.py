@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-KEY_NORM_NAMES = ("k_norm", "k_layernorm", "key_layernorm")
+KEY_NORM_NAMES = ("k_norm", "k_layernorm")
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,10 @@ def describe_model(model: nn.Module) -> DecoderSpec:
     Raises:
         ValueError: no layer can be routed; the message gives the reason.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"`model` must be a decoder with rotary attention layers, got {model_type}: it has no `layers`."
-        )
-    if not _takes_keywords(decoder):
-        raise ValueError(f"`model` must hand keyword arguments to its layers, got {model_type}.")
-    decoder_name = next(name for name, module in model.named_modules() if module is decoder)
-
+    decoder_name, decoder = _find_decoder(model, model_type)
     routed, skipped = [], {}
-    for position, layer in enumerate(layers):
+    for position, layer in enumerate(decoder.layers):
         attention = getattr(layer, "self_attn", None)
         reason = _refusal(decoder, layer, attention, position)
         if reason is not None:
@@ -127,42 +118,74 @@ class KeyProbe:
 def check_pre_rotary_keys(model: nn.Module, spec: DecoderSpec) -> None:
     """Runs one layer of each attention class with an identity rotary embedding and compares its keys with ours.
 
-    The attention modules must already use the elastic attention function. Modules on the meta device are left out.
+    The attention modules must already use the elastic attention function. Layers with weights on the meta device are
+    left out.
 
     Raises:
-        ValueError: the keys differ, so the router would not see the keys that the method defines.
+        ValueError: the route does not reach the attention function, or other keys do than the router would see.
     """
     decoder = model.get_submodule(spec.decoder_name)
     seen = set()
-    for layer in spec.layers:
-        attention = model.get_submodule(layer.name)
-        weight = next(attention.parameters())
-        if type(attention) in seen or weight.device.type == "meta":
+    for routed in spec.layers:
+        attention = model.get_submodule(routed.name)
+        layer = model.get_submodule(routed.name.removesuffix(".self_attn"))
+        if type(attention) in seen or any(parameter.is_meta for parameter in layer.parameters()):
             continue
         seen.add(type(attention))
-        norm = next(p for p in decoder.layers[0].parameters() if p.is_floating_point())
-        width = model.get_submodule(spec.decoder_name).config.hidden_size
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, 4, width, generator=generator).to(device=weight.device, dtype=norm.dtype)
-        probe = KeyProbe()
-        training = attention.training
-        attention.eval()
-        try:
-            attention(
-                hidden_states=hidden,
-                position_embeddings=_identity_rotary(decoder, hidden),
-                position_ids=torch.arange(4, device=hidden.device)[None],
-                attention_mask=None,
-                elastic_route=probe,
+        hidden, keys = _probe(decoder, layer, attention)
+        if keys is None:
+            raise ValueError(
+                f"`model` must hand keyword arguments down to its attention, got {type(layer).__name__}: "
+                "it drops keyword arguments, so routing cannot reach the attention."
             )
-        finally:
-            attention.train(training)
         expected = pre_rotary_keys(attention, hidden).transpose(1, 2)
-        if probe.keys is None or not torch.allclose(probe.keys.float(), expected.float(), rtol=1e-2, atol=1e-3):
+        if not torch.allclose(keys.float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise ValueError(
                 f"`model` must rotate the normalised output of its key projection, got {type(attention).__name__}: "
                 "its keys are changed between the rotary embedding and the attention."
             )
+
+
+def _probe(decoder, layer, attention) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Input of the attention module and the keys that reached its attention function, for one pass of `layer`."""
+    weight = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, decoder.config.hidden_size, generator=generator)
+    hidden = hidden.to(device=weight.device, dtype=weight.dtype)
+    caught = {}
+
+    def catch(module, args, kwargs):
+        caught["input"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+    probe = KeyProbe()
+    handle = attention.register_forward_pre_hook(catch, with_kwargs=True)
+    was_training = layer.training
+    layer.eval()
+    try:
+        layer(
+            hidden,
+            attention_mask=None,
+            position_ids=torch.arange(4, device=hidden.device)[None],
+            position_embeddings=_identity_rotary(decoder, hidden),
+            elastic_route=probe,
+        )
+    finally:
+        handle.remove()
+        layer.train(was_training)
+    return caught["input"], probe.keys
+
+
+def _find_decoder(model: nn.Module, model_type: str) -> tuple[str, nn.Module]:
+    """The module that owns the decoder layers, and its qualified name."""
+    preferred = model.get_decoder() if hasattr(model, "get_decoder") else model
+    candidates = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "rotary_emb")
+    ]
+    if not candidates:
+        raise ValueError(f"`model` must be a decoder with rotary attention layers, got {model_type}: it has none.")
+    return next((pair for pair in candidates if pair[1] is preferred), candidates[0])
 
 
 def _identity_rotary(decoder: nn.Module, hidden_states: torch.Tensor):
@@ -187,9 +210,9 @@ def _refusal(decoder, layer, attention, position) -> str | None:
         return "multi-head latent attention has no key heads before its rotary embedding"
     if not hasattr(attention, "k_proj") and not hasattr(attention, "qkv_proj"):
         return "its attention has no `k_proj` or `qkv_proj`"
-    if not hasattr(attention, "head_dim") or not hasattr(decoder, "rotary_emb"):
-        return "its attention has no rotary position embedding"
-    window = _sliding_window(attention, position)
+    if not hasattr(attention, "head_dim"):
+        return "its attention has no `head_dim`"
+    window = _sliding_window(decoder.config, attention, position)
     if window is not None:
         return window
     if not _takes_keywords(layer) or not _takes_keywords(attention):
@@ -197,16 +220,14 @@ def _refusal(decoder, layer, attention, position) -> str | None:
     return None
 
 
-def _sliding_window(attention, position) -> str | None:
-    config = attention.config
+def _sliding_window(config, attention, position) -> str | None:
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[position] != "full_attention":
-        return f"layer type {layer_types[position]} already limits attention"
-    # Families without layer types read the window straight from the config.
-    from_config = None if layer_types is not None else getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        from_config = None
-    size = getattr(attention, "sliding_window", None) or from_config
+    if layer_types is not None:
+        kind = layer_types[position]
+        return None if kind == "full_attention" else f"a layer of type {kind} already limits attention"
+    size = getattr(attention, "sliding_window", None)
+    if size is None and getattr(config, "use_sliding_window", True):
+        size = getattr(config, "sliding_window", None)
     return None if size is None else f"a sliding window of {size} tokens already limits attention"
 
 

@@ -151,12 +151,16 @@ def attach_router(attention: nn.Module, layer: RoutedLayer) -> ElasticLayer:
     attention.router.train(attention.training)
     attention.config = copy.copy(base_config)
     attention.config._attn_implementation_internal = ATTENTION_NAME
-    attention.elastic_handles = [attention.register_forward_pre_hook(route_attention, with_kwargs=True)]
     return attention.router
 
 
-def attach_decoder(model: nn.Module, decoder: nn.Module) -> None:
-    """Adds the hooks of the decoder and of the model around it."""
+def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
+    """Adds the hooks of the routed attention modules, of their decoder and of the model around it, each once."""
+    for module in decoder.modules():
+        if isinstance(getattr(module, "router", None), ElasticLayer) and not hasattr(module, "elastic_handles"):
+            module.elastic_handles = [module.register_forward_pre_hook(route_attention, with_kwargs=True)]
+    if hasattr(decoder, "elastic_handles"):
+        return
     decoder.elastic_handles = [
         decoder.register_forward_pre_hook(DecoderHook(), with_kwargs=True),
         decoder.register_load_state_dict_pre_hook(check_router_weights),

@@ -89,7 +89,7 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
     def standardizer(self) -> InputStandardizer | None:
         """Input standardisation of the active adapter, `None` where it takes the raw keys."""
         name = self.active_adapters[0]
-        return self.elastic_standardizer[name] if name in self.elastic_standardizer else None
+        return self.elastic_standardizer[name] if name in self.elastic_standardizer else None  # noqa: SIM401
 
     def awaits_weights(self) -> bool:
         """Whether the active adapter was made from a saved configuration and never got its saved weights."""

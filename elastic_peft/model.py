@@ -12,7 +12,7 @@ from torch import nn
 from .config import ElasticConfig
 from .context import decoder_scope, routed_decoder
 from .families import DecoderSpec, check_pre_rotary_keys, describe_model
-from .hooks import attach_decoder, attach_router, detach
+from .hooks import attach_hooks, attach_router, detach
 from .layer import ElasticLayer
 
 
@@ -44,14 +44,13 @@ class ElasticModel(BaseTuner):
         self._spec = describe_model(model)
         decoder = model.get_submodule(self._spec.decoder_name)
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage=low_cpu_mem_usage)
-        if hasattr(decoder, "elastic_handles"):
-            return
-        attach_decoder(model, decoder)
-        try:
-            check_pre_rotary_keys(model, self._spec)
-        except ValueError:
-            detach(model)
-            raise
+        if not hasattr(decoder, "elastic_handles"):
+            try:
+                check_pre_rotary_keys(model, self._spec)
+            except Exception:
+                detach(model)
+                raise
+        attach_hooks(model, decoder)
 
     def generate(self, *args: Any, **kwargs: Any):
         """The model's own `generate`, with the prompt's length pinned so that no generated token is ever pooled.

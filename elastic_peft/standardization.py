@@ -35,7 +35,7 @@ def calibrate_standardization(model: nn.Module, batches: Iterable[dict[str, Any]
         raise ValueError("`model` must have an active adapter with `standardize_input=True`, got one without.")
     sums = {router.layer.index: None for router in routers}
     scope = decoder_scope(decoder)
-    was_training = model.training
+    was_training = {module: module.training for module in model.modules()}
     model.eval()
     scope.pooled = {}
     try:
@@ -50,7 +50,8 @@ def calibrate_standardization(model: nn.Module, batches: Iterable[dict[str, Any]
                     sums[index] = moments if sums[index] is None else sums[index] + moments
     finally:
         scope.pooled = None
-        model.train(was_training)
+        for module, training in was_training.items():
+            module.training = training
 
     for router in routers:
         moments = sums[router.layer.index]

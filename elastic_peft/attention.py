@@ -84,8 +84,8 @@ class ElasticRoute:
             return base(module, query, key, value, attention_mask, **kwargs)
         if module.training and kwargs.get("dropout"):
             raise ValueError(
-                f"`attention_dropout` must be 0 while routers train, got {kwargs['dropout']}: load the base model with "
-                "attention_dropout=0.0."
+                f"`attention_dropout` must be 0 while routers train, got {kwargs['dropout']}: load the base model "
+                "with attention_dropout=0.0."
             )
         self._note("reference")
 

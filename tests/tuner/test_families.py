@@ -121,8 +121,6 @@ def test_disabled_adapter_is_the_base_model_to_the_last_bit(family):
 @torch.no_grad()
 def test_cached_generation_equals_recomputing_every_step(family):
     model_type, _, _, model = family
-    if model_type == "minimax":
-        pytest.skip("MiniMax's linear attention carries a state that use_cache=False does not rebuild block by block")
     ids = token_ids(3)
     options = {
         "attention_mask": torch.ones_like(ids),

@@ -147,3 +147,19 @@ def _row_routing(features: list[dict[str, Any]], batch: Mapping[str, Any]) -> di
     first = torch.where(labels != -100, column, labels.shape[1]).amin(dim=1)
     routing = {name: torch.tensor([feature[name] for feature in features]) for name in ROUTING_COLUMNS}
     return {**routing, "prompt_end": torch.where((first > start) & (first < end), first, end)}
+
+
+def calibration_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a forward pass over a `RoutingCollator`'s batch that runs for the pooled keys alone.
+
+    Segments of padding are cut off, so that they do not count as sequences; no logits but the last are computed.
+    """
+    inputs = {key: value for key, value in batch.items() if key not in (*ROUTING_COLUMNS, "labels")}
+    sequences = int((batch["task_id"] != NO_SEQUENCE).sum())
+    if sequences < batch["task_id"].shape[0]:
+        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = inputs["cu_seq_lens_q"][: sequences + 1]
+        inputs["prompt_end"] = inputs["prompt_end"][:sequences]
+        tokens = int(inputs["cu_seq_lens_q"][-1])
+        for name in ("input_ids", "position_ids", "seq_idx"):
+            inputs[name] = inputs[name][:, :tokens]
+    return {**inputs, "logits_to_keep": 1, "use_cache": False}

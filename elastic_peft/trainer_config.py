@@ -36,8 +36,8 @@ class ElasticSFTConfig(SFTConfig):
 
     Raises:
         ValueError: a field is outside its range, or asks for what routers cannot be trained with: reentrant
-            checkpointing, packing that cuts sequences, packed evaluation in padded batches, label smoothing, a
-            dataset that TRL does not prepare.
+            checkpointing (which TRL forces under DeepSpeed stage 3), packing that cuts sequences, packed evaluation
+            in padded batches, label smoothing, a dataset that TRL does not prepare.
 
     Source: Elastic Attention, arXiv 2601.17367.
     """
@@ -138,6 +138,12 @@ class ElasticSFTConfig(SFTConfig):
             )
 
     def _require_non_reentrant_checkpointing(self):
+        plugin = self.deepspeed_plugin
+        if plugin is not None and plugin.zero_stage == 3 and self.gradient_checkpointing:
+            raise ValueError(
+                "`gradient_checkpointing` must be False under DeepSpeed stage 3, where TRL makes it reentrant: the "
+                "routers' decisions would get no gradient; got True."
+            )
         # transformers 5.24 renamed the argument and keeps the older name as a mirror.
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
             kwargs = getattr(self, name, None)

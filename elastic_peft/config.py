@@ -128,10 +128,19 @@ class ElasticConfig(PeftConfig):
         """Reads a saved configuration, see `PeftConfig.from_pretrained`.
 
         Raises:
-            ValueError: as the class; or the weights beside a local configuration are no readable safetensors file.
+            ValueError: as the class; or the weights beside a local configuration are missing or no readable
+                safetensors file.
         """
-        _check_readable(Path(pretrained_model_name_or_path, subfolder or "", SAFETENSORS_WEIGHTS_NAME))
-        return super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        folder = Path(pretrained_model_name_or_path, subfolder or "")
+        _check_readable(folder / SAFETENSORS_WEIGHTS_NAME)
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        # A bound configuration was saved with weights; elsewhere than in a folder, PEFT looks for them.
+        if config.head_dim is not None and folder.is_dir() and not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
+            raise ValueError(
+                f"`{SAFETENSORS_WEIGHTS_NAME}` must be beside the adapter's configuration, got none in {folder}; "
+                "weights in another format are not loaded."
+            )
+        return config
 
     def bind(self, head_dim: int, num_key_value_heads: dict[int, int]) -> None:
         """Ties the configuration to a base model, or checks that a saved one belongs to it.
@@ -146,6 +155,11 @@ class ElasticConfig(PeftConfig):
         if self.is_saved:
             if self.head_dim != head_dim:
                 raise ValueError(f"`head_dim` must be that of the base model, {head_dim}, got {self.head_dim}.")
+            if len(self.num_key_value_heads) != len(num_key_value_heads):
+                raise ValueError(
+                    f"`num_key_value_heads` must cover {len(num_key_value_heads)} layers, the routed ones of the base "
+                    f"model, got {len(self.num_key_value_heads)}."
+                )
             if self.num_key_value_heads != num_key_value_heads:
                 raise ValueError(
                     f"`num_key_value_heads` must be those of the base model's routed layers, {num_key_value_heads}, "

@@ -8,6 +8,7 @@ embedding confirms that the keys computed here are the keys that the module rota
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,21 +116,25 @@ class KeyProbe:
 
 
 @torch.no_grad()
-def check_pre_rotary_keys(model: nn.Module, spec: DecoderSpec) -> None:
+def check_pre_rotary_keys(model: nn.Module, decoder_name: str, layers: Sequence[RoutedLayer]) -> None:
     """Runs one layer of each attention class with an identity rotary embedding and compares its keys with ours.
 
-    The attention modules must already use the elastic attention function. Layers with weights on the meta device are
-    left out.
+    Layers whose own weights are on the meta device are left out.
+
+    Args:
+        model: the model.
+        decoder_name: qualified name of its decoder.
+        layers: routed layers; their attention modules must already use the elastic attention function.
 
     Raises:
         ValueError: the route does not reach the attention function, or other keys do than the router would see.
     """
-    decoder = model.get_submodule(spec.decoder_name)
+    decoder = model.get_submodule(decoder_name)
     seen = set()
-    for routed in spec.layers:
+    for routed in layers:
         attention = model.get_submodule(routed.name)
         layer = model.get_submodule(routed.name.removesuffix(".self_attn"))
-        if type(attention) in seen or any(parameter.is_meta for parameter in layer.parameters()):
+        if type(attention) in seen or any(weight.is_meta for weight in _base_weights(layer)):
             continue
         seen.add(type(attention))
         hidden, keys = _probe(decoder, layer, attention)
@@ -146,9 +151,13 @@ def check_pre_rotary_keys(model: nn.Module, spec: DecoderSpec) -> None:
             )
 
 
+def _base_weights(layer) -> list[nn.Parameter]:
+    return [weight for name, weight in layer.named_parameters() if ".elastic_" not in name]
+
+
 def _probe(decoder, layer, attention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Input of the attention module and the keys that reached its attention function, for one pass of `layer`."""
-    weight = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
+    weight = next(weight for weight in _base_weights(layer) if weight.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, decoder.config.hidden_size, generator=generator)
     hidden = hidden.to(device=weight.device, dtype=weight.dtype)

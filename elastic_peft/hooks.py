@@ -1,17 +1,14 @@
-"""Puts routing into a model without touching its code: hooks on the model, its decoder and its attention modules."""
+"""The hooks that carry routing through a forward pass: on the model, its decoder and its attention modules."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attention import ATTENTION_NAME
 from .context import ForwardState, RoutingRecord, RoutingTape, decoder_scope, forced_by_layer
-from .families import RoutedLayer
 from .gating import uniform_noise
 from .layer import ElasticLayer
 from .sequences import find_sequences
@@ -36,7 +33,7 @@ class DecoderHook:
         past, continues = _cache_state(cache, routers)
         state = ForwardState(past)
         if not continues:
-            if not decoder.training and not scope.forced:
+            if not (decoder.training or scope.forced or torch.compiler.is_compiling()):
                 routers[0].check_loaded()
             _refuse_reentrant_checkpoints(decoder)
             state.sequences = find_sequences(
@@ -87,6 +84,8 @@ def _cache_state(cache, routers) -> tuple[Any, bool]:
     index = routers[0].layer.index
     layer = layers[index] if index < len(layers) else None
     past = 0 if layer is None else layer.get_seq_length()
+    if isinstance(past, torch.Tensor):
+        past = past.clone()  # a static layer counts on in place while this pass runs
     continues = getattr(layer, "gate", None) is not None
     if not continues and int(past) > 0:
         raise ValueError(
@@ -142,76 +141,3 @@ def active_routers(decoder: nn.Module) -> list[ElasticLayer]:
     """The routers of `decoder` that route with the active adapter, in layer order; empty while disabled."""
     routers = (getattr(getattr(layer, "self_attn", None), "router", None) for layer in decoder.layers)
     return [router for router in routers if isinstance(router, ElasticLayer) and router.active_config is not None]
-
-
-def attach_router(attention: nn.Module, layer: RoutedLayer) -> ElasticLayer:
-    """Gives an attention module its `router` and points it, and it alone, at the elastic attention function."""
-    base_config = attention.config
-    attention.router = ElasticLayer(layer, base_config)
-    attention.router.train(attention.training)
-    attention.config = copy.copy(base_config)
-    attention.config._attn_implementation_internal = ATTENTION_NAME
-    return attention.router
-
-
-def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
-    """Adds the hooks of the routed attention modules, of their decoder and of the model around it, each once."""
-    for module in decoder.modules():
-        if isinstance(getattr(module, "router", None), ElasticLayer) and not hasattr(module, "elastic_handles"):
-            module.elastic_handles = [module.register_forward_pre_hook(route_attention, with_kwargs=True)]
-    if hasattr(decoder, "elastic_handles"):
-        return
-    decoder.elastic_handles = [
-        decoder.register_forward_pre_hook(DecoderHook(), with_kwargs=True),
-        decoder.register_load_state_dict_pre_hook(check_router_weights),
-    ]
-    if model is not decoder:
-        decoder.elastic_handles.append(model.register_forward_pre_hook(pass_labels, with_kwargs=True))
-
-
-def detach(model: nn.Module) -> None:
-    """Removes every router and hook and gives the attention modules their configuration back."""
-    for module in list(model.modules()):
-        if isinstance(getattr(module, "router", None), ElasticLayer):
-            module.config = module.router.base_config
-            del module.router
-        for handle in getattr(module, "elastic_handles", ()):
-            handle.remove()
-        if hasattr(module, "elastic_handles"):
-            del module.elastic_handles
-
-
-def check_router_weights(decoder: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *unused: Any) -> None:
-    """Before anything is loaded: a state dict that holds part of an adapter must hold all of it, whole and finite.
-
-    Raises:
-        ValueError: router weights are missing, of another shape, or not finite. Routers that were only made for these
-            weights are removed, so that the base model is left as it was.
-    """
-    routers = {name: module for name, module in decoder.named_modules() if isinstance(module, ElasticLayer)}
-    for adapter in sorted({adapter for router in routers.values() for adapter in router.configs}):
-        expected = {
-            f"{prefix}{name}.{key}": tensor
-            for name, router in routers.items()
-            for key, tensor in router.state_dict().items()
-            if key.split(".")[-2] == adapter
-        }
-        fault = _find_fault(expected, state_dict)
-        if fault is not None:
-            if all(router.awaits_weights() for router in routers.values()):
-                detach(decoder)
-            raise ValueError(f"`state_dict` must hold the whole adapter {adapter!r}, got {fault}.")
-
-
-def _find_fault(expected: dict[str, torch.Tensor], state_dict: dict[str, torch.Tensor]) -> str | None:
-    missing = [key for key in expected if key not in state_dict]
-    if len(missing) == len(expected):
-        return None  # another adapter's state dict
-    if missing:
-        return f"{len(expected) - len(missing)} of {len(expected)} tensors, without {missing[0]}"
-    for key, tensor in expected.items():
-        if state_dict[key].shape != tensor.shape:
-            return f"shape {tuple(state_dict[key].shape)} instead of {tuple(tensor.shape)} for {key}"
-        if not state_dict[key].is_meta and not state_dict[key].isfinite().all():
-            return f"values that are not finite in {key}"
-    return None

@@ -60,6 +60,7 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
             standardizer = InputStandardizer(self.layer.num_key_value_heads, self.layer.head_dim)
             self.elastic_standardizer[adapter_name] = standardizer
         self.configs[adapter_name] = config
+        self._checked.discard(adapter_name)
         for name in (*self.adapter_layer_names, "elastic_standardizer"):
             modules = getattr(self, name)
             if adapter_name in modules and not any(t.is_meta for t in modules[adapter_name].state_dict().values()):
@@ -91,13 +92,12 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
         name = self.active_adapters[0]
         return self.elastic_standardizer[name] if name in self.elastic_standardizer else None  # noqa: SIM401
 
-    def awaits_weights(self) -> bool:
-        """Whether the active adapter was made from a saved configuration and never got its saved weights."""
-        name = self.active_adapters[0]
-        if name not in self._initial_weights:
+    def awaits_weights(self, adapter_name: str) -> bool:
+        """Whether an adapter was made from a saved configuration and never got its saved weights."""
+        if adapter_name not in self._initial_weights:
             return False
-        weight = self.elastic_router_out[name].weight
-        initial, version = self._initial_weights[name]
+        weight = self.elastic_router_out[adapter_name].weight
+        initial, version = self._initial_weights[adapter_name]
         return weight is initial and weight._version == version
 
     def check_loaded(self) -> None:
@@ -109,7 +109,7 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
         name = self.active_adapters[0]
         if name in self._checked:
             return
-        if self.awaits_weights():
+        if self.awaits_weights(name):
             raise ValueError(
                 f"The weights of adapter {name!r} were never loaded: loading it failed, or only its configuration was "
                 "read. Load the adapter again, or train it."

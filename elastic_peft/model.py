@@ -9,10 +9,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from .attachment import attach_hooks, attach_router, detach, discard_adapter
 from .config import ElasticConfig
-from .context import decoder_scope, routed_decoder
 from .families import DecoderSpec, check_pre_rotary_keys, describe_model
-from .hooks import attach_hooks, attach_router, detach
 from .layer import ElasticLayer
 
 
@@ -40,36 +39,23 @@ class ElasticModel(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Adds one router per routed layer; see `BaseTuner.inject_adapter`. `state_dict` is not needed for it."""
-        self._spec = describe_model(model)
-        decoder = model.get_submodule(self._spec.decoder_name)
-        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage=low_cpu_mem_usage)
-        if not hasattr(decoder, "elastic_handles"):
-            try:
-                check_pre_rotary_keys(model, self._spec)
-            except Exception:
-                detach(model)
-                raise
-        attach_hooks(model, decoder)
-
-    def generate(self, *args: Any, **kwargs: Any):
-        """The model's own `generate`, with the prompt's length pinned so that no generated token is ever pooled.
+        """Adds one router per routed layer; see `BaseTuner.inject_adapter`. `state_dict` is not needed for it.
 
         Raises:
-            ValueError: `prefill_chunk_size` is set: a prompt is routed by both of its ends, which chunks keep apart.
+            ValueError: see the class; or `adapter_name` cannot be part of a parameter's name. The model is left as it
+                was.
         """
-        generation_config = kwargs.get("generation_config") or self.model.generation_config
-        chunk = kwargs.get("prefill_chunk_size", getattr(generation_config, "prefill_chunk_size", None))
-        if chunk is not None:
-            raise ValueError(f"`prefill_chunk_size` must be None with an ELASTIC adapter, got {chunk}.")
-        inputs = kwargs.get("inputs_embeds", kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)))
-        scope = decoder_scope(routed_decoder(self.model))
-        outer = scope.prompt_end
-        scope.prompt_end = None if inputs is None else inputs.shape[1]
+        _check_adapter_name(adapter_name)
+        self._spec = describe_model(model)
+        known = any(adapter_name in router.configs for router in model.modules() if isinstance(router, ElasticLayer))
         try:
-            return self.model.generate(*args, **kwargs)
-        finally:
-            scope.prompt_end = outer
+            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage=low_cpu_mem_usage)
+            check_pre_rotary_keys(model, self._spec.decoder_name, list(self._targets.values()))
+        except Exception:
+            if not known:
+                discard_adapter(model, adapter_name)
+            raise
+        attach_hooks(model, model.get_submodule(self._spec.decoder_name))
 
     def unload(self) -> nn.Module:
         """Removes the routers and returns the base model as it was."""
@@ -116,11 +102,17 @@ class ElasticModel(BaseTuner):
         yield
 
 
+def _check_adapter_name(adapter_name: str) -> None:
+    if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict(), adapter_name):
+        raise ValueError(
+            "`adapter_name` must be a name without dots that is no attribute of torch.nn.ModuleDict, "
+            f"got {adapter_name!r}."
+        )
+
+
 def _chosen_layers(config: ElasticConfig, spec: DecoderSpec) -> set[int]:
     available = {layer.index for layer in spec.layers}
     wanted = available if config.layers_to_transform is None else set(config.layers_to_transform)
-    if config.is_saved and config.num_key_value_heads is not None:
-        wanted = set(config.num_key_value_heads)
     for index in sorted(wanted - available):
         reason = spec.skipped.get(index, f"the model has {len(spec.layers) + len(spec.skipped)} layers")
         raise ValueError(f"`layers_to_transform` must name layers that can be routed, got {index}: {reason}.")

@@ -25,6 +25,9 @@ class RoutingTape:
     Args:
         temperature: Gumbel-softmax temperature, positive.
         seeds: one noise seed per sequence of this forward pass; `None` draws them from torch's default generator.
+
+    Raises:
+        ValueError: the temperature is not positive.
     """
 
     temperature: float = 1.0
@@ -33,6 +36,10 @@ class RoutingTape:
     gates: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     #: int64 `[N]`, valid tokens of each sequence.
     lengths: torch.Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ValueError(f"`temperature` must be positive, got {self.temperature}.")
 
     def msr(self) -> torch.Tensor:
         """Model sparsity ratio of each sequence, float32 `[N]`, differentiable through the gates."""
@@ -228,15 +235,18 @@ def forced_routing(model: nn.Module, decisions: torch.Tensor | str) -> Iterator[
         scope.forced.pop()
 
 
-def forced_by_layer(decisions: torch.Tensor | str, heads: dict[int, int]) -> dict[int, torch.Tensor]:
+def forced_by_layer(
+    decisions: torch.Tensor | str, heads: dict[int, int], num_sequences: int
+) -> dict[int, torch.Tensor]:
     """Forced decisions by layer index, bool `[B or 1, H]`.
 
     Args:
         decisions: as in `forced_routing`.
         heads: layer index to key-value heads, of the routed layers.
+        num_sequences: sequences of the forward pass.
 
     Raises:
-        ValueError: `decisions` has other layers or heads.
+        ValueError: `decisions` has other sequences, layers or heads.
     """
     if isinstance(decisions, str):
         return {index: torch.full((1, count), decisions == "sparse") for index, count in heads.items()}
@@ -246,6 +256,8 @@ def forced_by_layer(decisions: torch.Tensor | str, heads: dict[int, int]) -> dic
             f"got {_describe(decisions)}."
         )
     by_row = decisions if decisions.ndim == 3 else decisions[None]
+    if by_row.shape[0] not in (1, num_sequences):
+        raise ValueError(f"`decisions` must cover {num_sequences} sequences, got {_describe(decisions)}.")
     return {index: by_row[:, position] for position, index in enumerate(sorted(heads))}
 
 

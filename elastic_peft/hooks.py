@@ -54,7 +54,7 @@ class DecoderHook:
             state.tape.lengths = lengths
             heads = {router.layer.index: router.layer.num_key_value_heads for router in routers}
             if scope.forced:
-                state.forced = forced_by_layer(scope.forced[-1], heads)
+                state.forced = forced_by_layer(scope.forced[-1], heads, lengths.shape[0])
             elif decoder.training:
                 state.sampling = True
                 state.noise = _noise(state.tape, lengths.shape[0], heads)

@@ -60,7 +60,7 @@ def find_sequences(
         packed: whether `position_ids` may describe packed rows.
 
     Raises:
-        ValueError: a row with padding inside it, or `prompt_end` for another number of sequences.
+        ValueError: a row with padding inside it; `prompt_end` of another dtype or number of sequences.
     """
     if cu_seqlens is None and packed and attention_mask is None and position_ids is not None:
         cu_seqlens = _packed_boundaries(position_ids, batch_size)
@@ -88,6 +88,8 @@ def find_sequences(
         prompt_stop = end
     else:
         prompt_end = torch.as_tensor(prompt_end, device=device)
+        if prompt_end.is_floating_point():
+            raise ValueError(f"`prompt_end` must hold integers, got {prompt_end.dtype}.")
         if prompt_end.ndim and prompt_end.shape != first.shape:
             raise ValueError(
                 f"`prompt_end` must hold one value for each of the {first.shape[0]} sequences, "

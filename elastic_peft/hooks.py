@@ -18,50 +18,50 @@ class DecoderHook:
     """Pre-forward hook of the decoder: works out the forward pass's `ForwardState` and hands it to the layers."""
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        tape = kwargs.pop("elastic_tape", None)
-        labels = kwargs.pop("elastic_labels", None)
-        prompt_end = kwargs.pop("prompt_end", None)
+        given = {name: kwargs.pop(name, None) for name in ("elastic_tape", "elastic_labels", "prompt_end")}
         routers = active_routers(decoder)
         if not routers:
             return args, kwargs
-        inputs = kwargs.get("inputs_embeds")
-        if inputs is None:
-            inputs = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        scope = decoder_scope(decoder)
-        config = routers[0].active_config
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        past, continues = _cache_state(cache, routers)
+        past, continues = _cache_state(_cache(kwargs), routers)
         state = ForwardState(past)
         if not continues:
-            if not (decoder.training or scope.forced or torch.compiler.is_compiling()):
-                routers[0].check_loaded()
-            _refuse_reentrant_checkpoints(decoder)
-            state.sequences = find_sequences(
-                inputs.shape[0],
-                inputs.shape[1],
-                inputs.device,
-                attention_mask=kwargs.get("attention_mask"),
-                position_ids=kwargs.get("position_ids"),
-                cu_seqlens=kwargs.get("cu_seq_lens_q"),
-                labels=labels,
-                prompt_end=scope.prompt_end if prompt_end is None else prompt_end,
-                packed=cache is None,
-            )
-            lengths = state.sequences.lengths
-            key_bytes = 2 * routers[0].layer.head_dim * _key_dtype(decoder).itemsize
-            state.record = RoutingRecord(config.mode_pair, config.sink_size, config.window_size, lengths, key_bytes)
-            state.tape = RoutingTape() if tape is None else tape
-            state.tape.lengths = lengths
-            heads = {router.layer.index: router.layer.num_key_value_heads for router in routers}
-            if scope.forced:
-                state.forced = forced_by_layer(scope.forced[-1], heads, lengths.shape[0])
-            elif decoder.training:
-                state.sampling = True
-                state.noise = _noise(state.tape, lengths.shape[0], heads)
-            state.pooled = scope.pooled
-            scope.record = state.record
+            _check_ready(decoder, routers)
+            _begin_sequences(state, decoder, routers, args, kwargs, **given)
         kwargs["elastic_state"] = state
         return args, kwargs
+
+
+def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, elastic_labels, prompt_end) -> None:
+    """Fills the state of a pass that routes: a prompt, or a training batch."""
+    inputs = kwargs.get("inputs_embeds")
+    if inputs is None:
+        inputs = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    scope = decoder_scope(decoder)
+    state.sequences = find_sequences(
+        inputs.shape[0],
+        inputs.shape[1],
+        inputs.device,
+        attention_mask=kwargs.get("attention_mask"),
+        position_ids=kwargs.get("position_ids"),
+        cu_seqlens=kwargs.get("cu_seq_lens_q"),
+        labels=elastic_labels,
+        prompt_end=scope.prompt_end if prompt_end is None else prompt_end,
+        packed=not _fills_cache(decoder, kwargs),
+    )
+    lengths = state.sequences.lengths
+    config = routers[0].active_config
+    key_bytes = 2 * routers[0].layer.head_dim * getattr(decoder, "dtype", torch.float32).itemsize
+    state.record = RoutingRecord(config.mode_pair, config.sink_size, config.window_size, lengths, key_bytes)
+    state.tape = RoutingTape() if elastic_tape is None else elastic_tape
+    state.tape.lengths = lengths
+    heads = {router.layer.index: router.layer.num_key_value_heads for router in routers}
+    if scope.forced:
+        state.forced = forced_by_layer(scope.forced[-1], heads, lengths.shape[0])
+    elif decoder.training:
+        state.sampling = True
+        state.noise = _noise(state.tape, lengths.shape[0], heads)
+    state.pooled = scope.pooled
+    scope.record = state.record
 
 
 def _noise(tape: RoutingTape, num_sequences: int, heads: dict[int, int]) -> dict[int, torch.Tensor]:
@@ -72,6 +72,21 @@ def _noise(tape: RoutingTape, num_sequences: int, heads: dict[int, int]) -> dict
         raise ValueError(f"`seeds` must hold one seed for each of the {num_sequences} sequences, got {len(seeds)}.")
     indices = sorted(heads)
     return dict(zip(indices, uniform_noise(seeds, [heads[index] for index in indices])))
+
+
+def _cache(kwargs: dict[str, Any]) -> Any:
+    """The cache argument, under its name in transformers 5.24 or before."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def _fills_cache(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the decoder will run with a cache, its own if need be: transformers then takes rows as unpacked."""
+    if _cache(kwargs) is not None:
+        return True
+    checkpoints = getattr(decoder, "gradient_checkpointing", False) and decoder.training and torch.is_grad_enabled()
+    use_cache = kwargs.get("use_cache")
+    return not checkpoints and bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
 
 
 def _cache_state(cache, routers) -> tuple[Any, bool]:
@@ -94,6 +109,12 @@ def _cache_state(cache, routers) -> tuple[Any, bool]:
     return past, continues
 
 
+def _check_ready(decoder: nn.Module, routers: list[ElasticLayer]) -> None:
+    _refuse_reentrant_checkpoints(decoder)
+    if not (decoder.training or decoder_scope(decoder).forced or torch.compiler.is_compiling()):
+        routers[0].check_loaded()
+
+
 def _refuse_reentrant_checkpoints(decoder: nn.Module) -> None:
     if not (decoder.training and torch.is_grad_enabled()):
         return
@@ -104,10 +125,6 @@ def _refuse_reentrant_checkpoints(decoder: nn.Module) -> None:
                 "`gradient_checkpointing_kwargs` must set use_reentrant to False, got True: a reentrant checkpoint "
                 "would leave the routers without gradients."
             )
-
-
-def _key_dtype(decoder: nn.Module) -> torch.dtype:
-    return getattr(decoder, "dtype", torch.float32)
 
 
 def pass_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
@@ -132,8 +149,7 @@ def route_attention(attention: nn.Module, args: tuple, kwargs: dict[str, Any]):
             "dropped it, or the attention module was called outside its decoder."
         )
     hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    kwargs["elastic_route"] = router.route(attention, hidden_states, state, cache)
+    kwargs["elastic_route"] = router.route(attention, hidden_states, state, _cache(kwargs))
     return args, kwargs
 
 

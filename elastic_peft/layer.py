@@ -136,6 +136,9 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
 
         Returns:
             The decisions for the attention function; `None` when the active adapter does not route this layer.
+
+        Raises:
+            ValueError: packed rows with a cache, or a cache that cannot remember its routing.
         """
         config = self.active_config
         if config is None:
@@ -147,6 +150,10 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
 
         gate = self._decide(attention, hidden_states, state, config)
         if memory is not None:
+            if state.sequences.cu_seqlens is not None:
+                raise ValueError(
+                    "`use_cache` must be False for packed rows, got True: a cache holds one sequence a row."
+                )
             memory.remember(gate.detach().bool(), state.sequences.start)
         sequences = state.sequences
         return ElasticRoute(gate, config, index, state.past, sequences.start, sequences.cu_seqlens, state.record)

@@ -174,7 +174,7 @@ def test_packed_rows_pool_each_sequence_and_its_prompt_only(model, given_by, row
     for end, length, prompt in zip(ends, lengths, prompts):
         labels[:, end - length + prompt : end] = 1
     position_ids = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
-    inputs = {"position_ids": position_ids}
+    inputs = {"position_ids": position_ids, "use_cache": False}
     if given_by == "cu_seqlens":
         boundaries = [0, *(row * sum(lengths) + end for row in range(rows) for end in ends)]
         inputs["cu_seq_lens_q"] = torch.tensor(boundaries, dtype=torch.int32)
@@ -185,6 +185,15 @@ def test_packed_rows_pool_each_sequence_and_its_prompt_only(model, given_by, row
         for end, length, prompt in zip(ends, lengths, prompts)
     ]
     torch.testing.assert_close(pooled, torch.stack(alone))
+
+
+def test_rows_are_not_packed_while_a_cache_is_filled(model):
+    ids = tokens(1, 20)
+    restarts = torch.cat([torch.arange(12), torch.arange(8)])[None]
+    model(ids, position_ids=restarts, use_cache=True)
+    assert last_routing(model).lengths.tolist() == [20]
+    with pytest.raises(ValueError, match="`use_cache` must be False for packed rows"):
+        model(ids, cu_seq_lens_q=torch.tensor([0, 12, 20]), use_cache=True)
 
 
 def test_calibration_gives_the_mean_and_deviation_over_sequences(model):

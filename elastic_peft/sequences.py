@@ -72,12 +72,13 @@ def find_sequences(
         origin = first
     else:
         origin = torch.arange(batch_size, device=device) * length
-        valid = _valid_columns(attention_mask, length)
+        valid = _valid_columns(attention_mask, length, device)
         if valid is None:
             first, end = origin, origin + length
         else:
-            start, stop = _valid_range(valid, columns)
-            first, end = origin + start, origin + stop
+            column, stop = _valid_range(valid, columns)
+            first, end = origin + column, origin + stop
+            start = column if _is_left_padded(valid, column, stop) else None
     if prompt_end is None and labels is not None:
         supervised = (labels != -100).reshape(-1)
         position = torch.arange(supervised.numel(), device=device)
@@ -114,24 +115,34 @@ def _packed_boundaries(position_ids: torch.Tensor, batch_size: int) -> torch.Ten
     return torch.cat([boundaries, boundaries.new_tensor([position_ids.numel()])]).to(torch.int32)
 
 
-def _valid_columns(attention_mask: Any, length: int) -> torch.Tensor | None:
+def _valid_columns(attention_mask: Any, length: int, device: torch.device) -> torch.Tensor | None:
     """bool `[B, S]`, the valid columns of this forward pass, or None when all are."""
     if isinstance(attention_mask, dict):  # masks prepared by layer type
         attention_mask = attention_mask.get("full_attention")
     if not isinstance(attention_mask, torch.Tensor):
         return None
     if attention_mask.ndim == 2:
-        return attention_mask[:, -length:].bool()
+        return attention_mask[:, -length:].to(device).bool()
     last_row = attention_mask[:, 0, -1, :length]  # a prompt's last token sees every valid token before it
-    return last_row if last_row.dtype == torch.bool else last_row == 0
+    return (last_row if last_row.dtype == torch.bool else last_row == 0).to(device)
 
 
 def _valid_range(valid: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """First valid column and the column after the last valid one, int64 `[B]` each; 0 and 0 for an empty row."""
     length = columns.shape[0]
-    valid = valid.to(columns.device)
     stop = torch.where(valid, columns + 1, 0).amax(dim=1)
-    start = torch.minimum(torch.where(valid, columns, length).amin(dim=1), stop)
-    if not torch.compiler.is_compiling() and bool((valid.sum(dim=1) != stop - start).any()):
+    return torch.minimum(torch.where(valid, columns, length).amin(dim=1), stop), stop
+
+
+def _is_left_padded(valid: torch.Tensor, column: torch.Tensor, stop: torch.Tensor) -> bool:
+    """Whether a row begins with padding; waits for the device once. A graph that is being compiled must assume so.
+
+    Raises:
+        ValueError: a row has padding between valid tokens.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    holes, left = torch.stack([(valid.sum(dim=1) != stop - column).any(), column.any()]).tolist()
+    if holes:
         raise ValueError("`attention_mask` must not have padding between valid tokens of a row, got a row that does.")
-    return start, stop
+    return left

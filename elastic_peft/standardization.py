@@ -53,6 +53,7 @@ def calibrate_standardization(model: nn.Module, batches: Iterable[dict[str, Any]
         for module, training in was_training.items():
             module.training = training
 
+    statistics = []
     for router in routers:
         moments = sums[router.layer.index]
         if moments is None:
@@ -66,6 +67,8 @@ def calibrate_standardization(model: nn.Module, batches: Iterable[dict[str, Any]
         deviation = (moments[2] / count - mean.square()).clamp(min=0).sqrt()
         if not (mean.isfinite().all() and deviation.isfinite().all()):
             raise ValueError(f"`model` must give finite keys, got others in layer {router.layer.index}.")
+        statistics.append((mean, deviation))
+    for router, (mean, deviation) in zip(routers, statistics):
         router.standardizer.calibrate(mean, deviation)
 
 

@@ -94,6 +94,12 @@ def test_ties_go_to_the_lower_block():
     assert last_row == [True] * 5 + [False] * 4 + [True]
 
 
+def test_a_threshold_met_exactly_needs_no_further_block():
+    query, key, _ = make_qkv(length=4)
+    kept = block_selection(query, torch.zeros_like(key), block_size=1, stride=1, threshold=0.5).mask
+    assert kept[0, 0, -1].tolist() == [True, False, False, True]
+
+
 def test_batches_of_query_blocks_do_not_change_the_result(monkeypatch):
     query, key, _ = make_qkv(length=70)
     whole = block_selection(query, key, **SIZES).mask

@@ -88,3 +88,15 @@ def test_output_has_the_query_dtype_and_lse_float32(dtype):
     gate = torch.tensor([[0, 1]])
     output, lse = routed_attention(query, key, value, gate, mode_pair="FA-SSA", **SIZES, return_lse=True)
     assert (output.dtype, lse.dtype) == (dtype, torch.float32)
+
+
+def test_compiles_without_a_graph_break():
+    query, key, value, gate, arguments, _ = make_case("FA-SSA", {})
+
+    def run(query, key, value, gate):
+        return routed_attention(query, key, value, gate, **arguments)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    (expected,) = torch.autograd.grad(run(query, key, value, gate).square().sum(), gate)
+    (actual,) = torch.autograd.grad(compiled(query, key, value, gate).square().sum(), gate)
+    assert_equal_in_float64(actual, expected, what="gradient of gate")

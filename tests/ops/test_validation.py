@@ -51,7 +51,7 @@ SHARED = {
     ),
     "bounds-order": (
         {"cu_seqlens": torch.tensor([0, 8, 4, 12, 24])},
-        "`cu_seqlens` must not decrease, got 4 before|8",
+        "`cu_seqlens` must not decrease, got 8 before 4",
     ),
     "bounds-crossing": ({"cu_seqlens": torch.tensor([0, 8, 24])}, "`cu_seqlens` must not cross a row of 12 .*8:24"),
 }

@@ -1,10 +1,11 @@
 """The attention modes and their mix in plain torch: the definition that fused kernels are compared with.
 
 Every mode works sequence by sequence and, inside a sequence, on chunks of queries, so the score matrix of a long
-sequence never exists as a whole; a backward over several chunks recomputes each chunk's scores.
+sequence never exists as a whole; its backward recomputes each chunk's scores.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,11 @@ from ..block_selection.kept_blocks import KeptBlocks
 from .mix import mix_by_gate
 
 
-# One chunk's scores hold at most this many elements (128 MiB in float32) and this many queries.
-_MAX_CHUNK_SCORES = 2**25
-_MAX_CHUNK_QUERIES = 1024
+# Scores held at a time have at most this many elements (128 MiB in float32), and a chunk at most this many queries.
+_MAX_SCORES = 2**25
+_MAX_CHUNK = 1024
+# A chunk much longer than the window would score mostly pairs that the window leaves out.
+_MIN_STREAMING_CHUNK = 128
 
 # (first, stop) of a chunk's query positions -> the ranges of key positions that the chunk can see.
 _Ranges = Callable[[int, int], list[slice]]
@@ -61,7 +64,7 @@ def full_attention(
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, _: slice) -> tuple[Tensor, Tensor]:
-        return _attend(query, key, value, _all_before, _causal, softcap=softcap, sinks=sinks, scale=scale)
+        return _attend(query, key, value, _all_before, _causal, _MAX_CHUNK, softcap=softcap, sinks=sinks, scale=scale)
 
     return _by_sequence(attend, query, key, value, start, cu_seqlens)
 
@@ -104,7 +107,8 @@ def streaming_attention(
         return _causal(query_positions, key_positions) & (near | (key_positions < sink_size))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, _: slice) -> tuple[Tensor, Tensor]:
-        return _attend(query, key, value, ranges, allowed, softcap=softcap, sinks=sinks, scale=scale)
+        chunk = min(_MAX_CHUNK, max(_MIN_STREAMING_CHUNK, window_size))
+        return _attend(query, key, value, ranges, allowed, chunk, softcap=softcap, sinks=sinks, scale=scale)
 
     return _by_sequence(attend, query, key, value, start, cu_seqlens)
 
@@ -149,7 +153,7 @@ def block_sparse_attention(
             kept = mask[:, :, (query_positions // size - first_row)[:, None], key_positions // size]
             return _causal(query_positions, key_positions) & kept
 
-        return _attend(query, key, value, _all_before, allowed, softcap=softcap, sinks=sinks, scale=scale)
+        return _attend(query, key, value, _all_before, allowed, _MAX_CHUNK, softcap=softcap, sinks=sinks, scale=scale)
 
     return _by_sequence(attend, query, key, value, start, cu_seqlens)
 
@@ -177,15 +181,15 @@ def routed_attention_reference(
         log-denominator, without gradient.
     """
     common = {"start": start, "cu_seqlens": cu_seqlens, "softcap": softcap, "sinks": sinks, "scale": scale}
-
-    def run(mode: str) -> tuple[Tensor, Tensor]:
-        if mode == "FA":
-            return full_attention(query, key, value, **common)
-        if mode == "SSA":
-            return streaming_attention(query, key, value, sink_size=sink_size, window_size=window_size, **common)
-        return block_sparse_attention(query, key, value, kept_blocks=kept_blocks, **common)
-
-    (retrieval, retrieval_lse), (sparse, sparse_lse) = (run(mode) for mode in mode_pair.split("-"))
+    modes: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]] = {
+        "FA": (full_attention, {}),
+        "SSA": (streaming_attention, {"sink_size": sink_size, "window_size": window_size}),
+        "XA": (block_sparse_attention, {"kept_blocks": kept_blocks}),
+    }
+    attentions = (modes[name] for name in mode_pair.split("-"))
+    (retrieval, retrieval_lse), (sparse, sparse_lse) = (
+        attend(query, key, value, **own, **common) for attend, own in attentions
+    )
     output = mix_by_gate(gate, retrieval, sparse, cu_seqlens)
     lse = mix_by_gate(gate.bool(), retrieval_lse[..., None], sparse_lse[..., None], cu_seqlens)
     return output, lse.squeeze(-1).detach()
@@ -222,19 +226,22 @@ def _attend(
     value: Tensor,
     ranges: _Ranges,
     allowed: _Allowed,
+    chunk: int,
     *,
     softcap: float | None,
     sinks: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of sequences without padding, a chunk of queries at a time."""
+    """Attention of sequences without padding, at most `chunk` queries at a time."""
     batch, heads, length, head_dim = query.shape
     offset = key.shape[2] - length
     precision = torch.promote_types(query.dtype, torch.float32)
     if length == 0:
         return query, query.new_zeros(query.shape[:3], dtype=precision)
-    scale = head_dim**-0.5 if scale is None else scale
-    step = min(_MAX_CHUNK_QUERIES, max(16, _MAX_CHUNK_SCORES // (batch * heads * key.shape[2])))
+    factor = head_dim**-0.5 if scale is None else scale
+    longest = ranges(offset + length - min(chunk, length), offset + length)
+    scores_per_query = batch * heads * sum(piece.stop - piece.start for piece in longest)
+    step = min(chunk, max(16, _MAX_SCORES // scores_per_query))
 
     def run(first: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         stop = first + query.shape[2]
@@ -243,14 +250,14 @@ def _attend(
         key_positions = torch.cat([positions[piece] for piece in visible])
         key, value = (torch.cat([tensor[:, :, piece] for piece in visible], dim=2) for tensor in (key, value))
         mask = allowed(positions[first:], key_positions)
+        query, key, value = (tensor.to(precision) for tensor in (query, key, value))
         with torch.autocast(query.device.type, enabled=False):
-            tensors = (tensor.to(precision) for tensor in (query, key, value))
-            return _masked_softmax_attention(*tensors, mask, softcap, sinks, scale)
+            return _masked_attention(query * factor, key, value, mask, softcap, sinks)
 
     chunks = []
     for first in range(0, length, step):
         inputs = (first + offset, query[:, :, first : first + step], key, value, sinks)
-        if torch.is_grad_enabled() and step < length:
+        if torch.is_grad_enabled() and scores_per_query * length > _MAX_SCORES:
             chunks.append(checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
             chunks.append(run(*inputs))
@@ -258,35 +265,24 @@ def _attend(
     return torch.cat(outputs, dim=2).to(query.dtype), torch.cat(lses, dim=2)
 
 
-def _masked_softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float,
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of query `[B, Hq, C, D]` over key and value `[B, Hkv, M, D]` where `mask` is true."""
-    batch, heads, length, _ = query.shape
+    """Softmax attention of scaled query `[B, Hq, C, D]` over key and value `[B, Hkv, M, D]` where `mask` is true."""
+    batch, heads, length, head_dim = query.shape
     groups = key.shape[1]
     # The query heads of a group become rows of one product, so key and value are never repeated.
-    scores = query.reshape(batch, groups, -1, query.shape[3]) @ key.transpose(2, 3) * scale
-    scores = scores.view(batch, heads, length, -1)
+    scores = (query.reshape(batch, groups, -1, head_dim) @ key.transpose(2, 3)).view(batch, heads, length, -1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
-    # The result does not depend on the shift, so it takes part in no gradient.
-    shift = scores.detach().amax(dim=-1, keepdim=True)
+    lse = scores.logsumexp(-1)
+    output = (scores.softmax(-1).view(batch, groups, -1, mask.shape[-1]) @ value).view(batch, heads, length, -1)
     if sinks is not None:
-        sinks = sinks.to(scores.dtype).view(1, heads, 1, 1)
-        shift = torch.maximum(shift, sinks.detach())
-    weights = torch.exp(scores - shift)
-    total = weights.sum(dim=-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - shift)
-    output = (weights.view(batch, groups, -1, weights.shape[3]) @ value).view(batch, heads, length, -1) / total
-    return output, (shift + torch.log(total)).squeeze(-1)
+        lse_with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        output = output * torch.exp(lse - lse_with_sink)[..., None]
+        lse = lse_with_sink
+    return output, lse
 
 
 def _all_before(first: int, stop: int) -> list[slice]:

@@ -45,6 +45,9 @@ def add_routing_columns(dataset: Dataset | IterableDataset, tasks: Sequence[str]
             `task` is None.
         tasks: task names, the default task among them.
 
+    Returns:
+        The dataset with both columns. A stream that several workers share is numbered by each worker on its own.
+
     Raises:
         ValueError: a `task` outside `tasks`, once its row is read.
     """

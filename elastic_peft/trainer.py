@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
+from peft import PeftModel
 from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
@@ -67,6 +68,12 @@ class ElasticSFTTrainer(SFTTrainer):
 
     _tag_names = ["trl", "sft", "elastic-attention"]
     _name = "Elastic SFT"
+
+    # Narrower than transformers declares them.
+    args: ElasticSFTConfig
+    model: PeftModel
+    optimizer: torch.optim.Optimizer
+    _signature_columns: Any
 
     def __init__(
         self,
@@ -129,9 +136,10 @@ class ElasticSFTTrainer(SFTTrainer):
         return dataset
 
     def _set_signature_columns_if_needed(self):
-        if self._signature_columns is None:
-            super()._set_signature_columns_if_needed()
-            self._signature_columns += ROUTING_COLUMNS
+        known = self._signature_columns
+        super()._set_signature_columns_if_needed()
+        if known is None:
+            self._signature_columns = [*self._signature_columns, *ROUTING_COLUMNS]
 
     # Training
 
@@ -196,7 +204,7 @@ class ElasticSFTTrainer(SFTTrainer):
         """Calibrates the standardisation of the routers' input on the first training batches, unless it has been."""
         if not self._standardizes or is_calibrated(self.model):
             return
-        dataloader = self.get_train_dataloader()
+        dataloader: Any = self.get_train_dataloader()
         batches = islice(dataloader, self.args.calibration_batches)
         try:
             calibrate_standardization(self.model, map(calibration_inputs, map(self._prepare_inputs, batches)))
@@ -218,9 +226,17 @@ class ElasticSFTTrainer(SFTTrainer):
 
     # Evaluation, metrics, checkpoints
 
-    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
         self._reset_evaluation()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output: Any = super().evaluation_loop(
+            dataloader,
+            description,
+            prediction_loss_only=prediction_loss_only,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
         lm_loss, tokens = self.accelerator.reduce(self._eval_tokens, "sum").tolist()
         metrics = self._routing_metrics(self.accelerator.reduce(self._eval_sums, "sum"))
         metrics["lm_loss"] = lm_loss / max(tokens, 1)
@@ -288,7 +304,7 @@ def _check_arguments(args: ElasticSFTConfig, kwargs: Mapping[str, Any]) -> None:
         raise ValueError("`compute_loss_func` must be None: TRL runs the model twice for it; got one.")
 
 
-def _check_setup(trainer: SFTTrainer) -> None:
+def _check_setup(trainer: ElasticSFTTrainer) -> None:
     parallelism = trainer.accelerator.parallelism_config
     for name in ("tp_size", "cp_size", "sp_size"):
         if parallelism is not None and getattr(parallelism, name, 1) > 1:

@@ -43,7 +43,7 @@ class ElasticSFTConfig(SFTConfig):
     """
 
     router_learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of the routers."})
-    learning_rate: float | None = field(
+    learning_rate: float = field(  # type: ignore[assignment]  # filled in below
         default=None,
         metadata={
             "help": "Another name of `router_learning_rate`; left out, it takes its value; given, it must agree."
@@ -60,7 +60,7 @@ class ElasticSFTConfig(SFTConfig):
         },
     )
     temperature_start: float = field(default=1.5, metadata={"help": "Gumbel-softmax temperature at the start."})
-    temperature_end: float | None = field(
+    temperature_end: float = field(  # type: ignore[assignment]  # filled in below
         default=None,
         metadata={"help": "Final temperature; left out, 0.3 for the exponential schedule and 1.0 for the cosine one."},
     )
@@ -89,8 +89,6 @@ class ElasticSFTConfig(SFTConfig):
                 f"{self.learning_rate}."
             )
         super().__post_init__()
-        if self.temperature_end is None:
-            self.temperature_end = _TEMPERATURE_END.get(self.temperature_schedule)
         self._validate_routing()
         self._validate_inherited()
         self._require_non_reentrant_checkpointing()
@@ -106,6 +104,8 @@ class ElasticSFTConfig(SFTConfig):
             raise ValueError(f"`router_learning_rate` must be positive, got {self.router_learning_rate}.")
         if not self.multiplier_learning_rate >= 0:
             raise ValueError(f"`multiplier_learning_rate` must not be negative, got {self.multiplier_learning_rate}.")
+        if self.temperature_end is None:
+            self.temperature_end = _TEMPERATURE_END[self.temperature_schedule]
         if not 0 < self.temperature_end <= self.temperature_start < float("inf"):
             raise ValueError(
                 f"`temperature_end` must be positive and at most `temperature_start` ({self.temperature_start}), got "
@@ -131,7 +131,7 @@ class ElasticSFTConfig(SFTConfig):
                 "`label_smoothing_factor` must be 0: TRL runs the model twice for it, got "
                 f"{self.label_smoothing_factor}."
             )
-        if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        if isinstance(self.dataset_kwargs, dict) and self.dataset_kwargs.get("skip_prepare_dataset"):
             raise ValueError(
                 "`dataset_kwargs` must not set `skip_prepare_dataset`: preparation is where each example's task and "
                 f"index are kept; tokenized datasets are recognised without it; got {self.dataset_kwargs}."

@@ -41,7 +41,8 @@ def runs(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     command += [str(TESTS / "trainer" / "two_processes.py"), str(together), json.dumps(quartered)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     return load(alone, 0), load(together, 0), load(together, 1)

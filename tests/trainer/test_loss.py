@@ -37,6 +37,16 @@ def test_loss_is_lm_loss_plus_the_regulariser_of_the_logged_msr(tmp_path):
     assert log["loss"] == pytest.approx(log["lm_loss"] + log["sparsity_loss"], abs=1e-5)
 
 
+def test_loss_adds_up_where_trainer_averages_micro_batches(tmp_path):
+    run = trainer(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, train_dataset=dataset(4), max_steps=1
+    )
+    run.model_accepts_loss_kwargs = False  # as for a model whose forward takes no `num_items_in_batch`
+    run.train()
+    log = run.state.log_history[0]
+    assert log["loss"] == pytest.approx(log["lm_loss"] + log["sparsity_loss"], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

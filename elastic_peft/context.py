@@ -16,30 +16,30 @@ from .sequences import Sequences
 from .sparsity import model_sparsity, streaming_sparsity
 
 
-@dataclass
 class RoutingTape:
     """What a training step tells the routers, and the decisions it gets back.
 
-    Pass it as `model(..., elastic_tape=tape)`.
+    Pass it as `model(..., elastic_tape=tape)`. No dataclass: FSDP's mixed precision would rebuild it.
 
     Args:
         temperature: Gumbel-softmax temperature, positive.
         seeds: one noise seed per sequence of this forward pass; `None` draws them from torch's default generator.
 
+    Attributes:
+        gates: layer index to float32 `[N, H]`, 1.0 = sparse; differentiable when the decoder was in training mode.
+        lengths: int64 `[N]`, valid tokens of each sequence; `None` before the forward pass.
+
     Raises:
-        ValueError: the temperature is not positive.
+        ValueError: `temperature` is not positive.
     """
 
-    temperature: float = 1.0
-    seeds: Sequence[int] | None = None
-    #: Layer index to float32 `[N, H]`, 1.0 = sparse; differentiable when the decoder was in training mode.
-    gates: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
-    #: int64 `[N]`, valid tokens of each sequence.
-    lengths: torch.Tensor | None = field(default=None, init=False)
-
-    def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"`temperature` must be positive, got {self.temperature}.")
+    def __init__(self, temperature: float = 1.0, seeds: Sequence[int] | None = None):
+        if not temperature > 0:
+            raise ValueError(f"`temperature` must be positive, got {temperature}.")
+        self.temperature = temperature
+        self.seeds = seeds
+        self.gates: dict[int, torch.Tensor] = {}
+        self.lengths: torch.Tensor | None = None
 
     def msr(self) -> torch.Tensor:
         """Model sparsity ratio of each sequence, float32 `[N]`, differentiable through the gates."""

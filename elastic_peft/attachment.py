@@ -119,7 +119,7 @@ def check_router_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], 
         }
         awaits_weights = all(r.awaits_weights(adapter) for r in routers.values() if adapter in r.configs)
         if foreign and awaits_weights:
-            fault = f"none of its tensors but {given[0]}"
+            fault: str | None = f"none of its tensors but {given[0]}"
         else:
             held = {key for key in given if _is_router_key(key, adapter)}
             fault = _find_fault(expected, held, state_dict)

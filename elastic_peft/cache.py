@@ -7,10 +7,10 @@ layer objects and follow the keys through each of those calls.
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 
-class RoutingMemory:
+class RoutingMemory(CacheLayerMixin):
     """Adds one sequence's decisions to a cache layer.
 
     Attributes:
@@ -25,6 +25,16 @@ class RoutingMemory:
         """Keeps the decisions of the prompt whose keys this layer is about to receive."""
         self.gate, self.start = gate, start
 
+    def recall(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The remembered decisions and starts.
+
+        Raises:
+            ValueError: no prompt was routed into this layer.
+        """
+        if self.gate is None:
+            raise ValueError("`cache` must have been filled with this adapter active, got one without routes.")
+        return self.gate, self.start
+
     def _apply(self, function):
         self.gate = None if self.gate is None else function(self.gate)
         self.start = None if self.start is None else function(self.start)
@@ -37,6 +47,10 @@ class RoutingMemory:
         super().reorder_cache(beam_idx)
         self._apply(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
+
+class RoutedDynamicLayer(RoutingMemory, DynamicLayer):
+    """A `DynamicLayer` that remembers its routing."""
+
     def batch_repeat_interleave(self, repeats):
         super().batch_repeat_interleave(repeats)
         self._apply(lambda rows: rows.repeat_interleave(repeats, dim=0))
@@ -44,10 +58,6 @@ class RoutingMemory:
     def batch_select_indices(self, indices):
         super().batch_select_indices(indices)
         self._apply(lambda rows: rows[indices])
-
-
-class RoutedDynamicLayer(RoutingMemory, DynamicLayer):
-    """A `DynamicLayer` that remembers its routing."""
 
 
 class RoutedStaticLayer(RoutingMemory, StaticLayer):

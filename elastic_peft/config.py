@@ -41,7 +41,7 @@ class ElasticConfig(PeftConfig):
         decode: `"routed"`: a decoded token of a streaming head attends its sink and window;
             `"full"`: every decoded token attends everything.
         sparsity_bias: added to the sparse logit at inference; raises sparsity when positive.
-        layers_to_transform: layer indices to route; `None` routes every layer that can be routed.
+        layers_to_transform: layer indices to route, or one of them; `None` routes every layer that can be routed.
         head_dim: filled in when the adapter is made: head dimension of the base model.
         num_key_value_heads: filled in when the adapter is made: key-value heads of each routed layer, by layer index.
 
@@ -90,7 +90,7 @@ class ElasticConfig(PeftConfig):
     sparsity_bias: float = field(
         default=0.0, metadata={"help": "Added to the sparse logit at inference: more sparsity when positive."}
     )
-    layers_to_transform: list[int] | int | None = field(
+    layers_to_transform: list[int] | None = field(
         default=None, metadata={"help": "Layer indices to route; None routes every layer that can be routed."}
     )
     head_dim: int | None = field(
@@ -155,12 +155,13 @@ class ElasticConfig(PeftConfig):
         if self.is_saved:
             if self.head_dim != head_dim:
                 raise ValueError(f"`head_dim` must be that of the base model, {head_dim}, got {self.head_dim}.")
-            if len(self.num_key_value_heads) != len(num_key_value_heads):
+            saved = self.num_key_value_heads or {}
+            if len(saved) != len(num_key_value_heads):
                 raise ValueError(
                     f"`num_key_value_heads` must cover {len(num_key_value_heads)} layers, the routed ones of the base "
-                    f"model, got {len(self.num_key_value_heads)}."
+                    f"model, got {len(saved)}."
                 )
-            if self.num_key_value_heads != num_key_value_heads:
+            if saved != num_key_value_heads:
                 raise ValueError(
                     f"`num_key_value_heads` must be those of the base model's routed layers, {num_key_value_heads}, "
                     f"got {self.num_key_value_heads}."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,15 +64,14 @@ def describe_model(model: nn.Module) -> DecoderSpec:
     decoder_name, decoder = _find_decoder(model, model_type)
     routed, skipped = [], {}
     for position, layer in enumerate(decoder.layers):
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         reason = _refusal(decoder, layer, attention, position)
         if reason is not None:
             skipped[position] = reason
             continue
-        head_dim = attention.head_dim
         name = f"{decoder_name}.layers.{position}.self_attn".lstrip(".")
         index = getattr(attention, "layer_idx", position)
-        routed.append(RoutedLayer(index, name, head_dim, _num_key_value_heads(attention)))
+        routed.append(RoutedLayer(index, name, attention.head_dim, _num_key_value_heads(attention)))
     if not routed:
         reasons = "; ".join(dict.fromkeys(skipped.values()))
         raise ValueError(f"`model` must have a full-attention layer that can be routed, got {model_type}: {reasons}.")

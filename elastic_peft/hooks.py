@@ -119,7 +119,7 @@ def _refuse_reentrant_checkpoints(decoder: nn.Module) -> None:
     if not (decoder.training and torch.is_grad_enabled()):
         return
     for layer in decoder.layers:
-        checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+        checkpoint: Any = getattr(layer, "_gradient_checkpointing_func", None)
         if getattr(layer, "gradient_checkpointing", False) and checkpoint.keywords.get("use_reentrant", True):
             raise ValueError(
                 "`gradient_checkpointing_kwargs` must set use_reentrant to False, got True: a reentrant checkpoint "

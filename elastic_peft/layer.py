@@ -43,8 +43,8 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
         self._initial_weights: dict[str, tuple[torch.Tensor, int]] = {}
         self._checked: set[str] = set()
         self._disable_adapters = False
-        self._active_adapter = []
-        self.merged_adapters = []
+        self._active_adapter: list[str] = []
+        self.merged_adapters: list[str] = []
 
     def update_layer(self, adapter_name: str, config: ElasticConfig, device: torch.device) -> None:
         """Adds a router.
@@ -144,23 +144,21 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
         if config is None:
             return None
         index = self.layer.index
-        memory = None if cache is None else routing_memory(cache, index)
-        if state.sequences is None:
-            return ElasticRoute(memory.gate, config, index, past=state.past, start=memory.start)
+        sequences = state.sequences
+        if sequences is None:
+            gate, start = routing_memory(cache, index).recall()
+            return ElasticRoute(gate, config, index, past=state.past, start=start)
 
         gate = self._decide(attention, hidden_states, state, config)
-        if memory is not None:
-            if state.sequences.cu_seqlens is not None:
+        if cache is not None:
+            if sequences.cu_seqlens is not None:
                 raise ValueError(
                     "`use_cache` must be False for packed rows, got True: a cache holds one sequence a row."
                 )
-            memory.remember(gate.detach().bool(), state.sequences.start)
-        sequences = state.sequences
+            routing_memory(cache, index).remember(gate.detach().bool(), sequences.start)
         return ElasticRoute(gate, config, index, state.past, sequences.start, sequences.cu_seqlens, state.record)
 
-    def pooled_keys(
-        self, attention: nn.Module, hidden_states: torch.Tensor, state: ForwardState, pool_size: int | None
-    ) -> torch.Tensor:
+    def _pooled_keys(self, attention, hidden_states, state, pool_size) -> torch.Tensor:
         """Mean pre-rotary key of each sequence's prompt ends, float32 `[N, H, head_dim]`; see `boundary_indices`."""
         if pool_size not in state.pooling:
             sequences = state.sequences
@@ -173,7 +171,7 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
 
     def _decide(self, attention, hidden_states, state, config) -> torch.Tensor:
         index, name = self.layer.index, self.active_adapters[0]
-        pooled = self.pooled_keys(attention, hidden_states, state, config.pool_size)
+        pooled = self._pooled_keys(attention, hidden_states, state, config.pool_size)
         if state.pooled is not None:
             state.pooled[index] = pooled.detach()
         standardizer = self.standardizer

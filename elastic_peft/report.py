@@ -94,12 +94,11 @@ def _cell(value: Any) -> str:
 def _check_decisions(decisions_by_task, layers) -> Sequence[int]:
     if not decisions_by_task:
         raise ValueError("`decisions_by_task` must hold at least one task, got none.")
-    shape = None
+    shape = next(iter(decisions_by_task.values())).shape[1:]
     for task, decisions in decisions_by_task.items():
         name = f"`decisions_by_task[{task!r}]`"
         if decisions.dtype != torch.bool or decisions.ndim != 3 or not decisions.numel():
             raise ValueError(f"{name} must be bool [N, L, H], got {decisions.dtype} {tuple(decisions.shape)}.")
-        shape = shape or decisions.shape[1:]
         if decisions.shape[1:] != shape:
             raise ValueError(
                 f"{name} must have the {shape[0]} layers and {shape[1]} heads of the other tasks, "

@@ -88,15 +88,15 @@ def find_sequences(
     elif prompt_end is None:
         prompt_stop = end
     else:
-        prompt_end = torch.as_tensor(prompt_end, device=device)
-        if prompt_end.is_floating_point():
-            raise ValueError(f"`prompt_end` must hold integers, got {prompt_end.dtype}.")
-        if prompt_end.ndim and prompt_end.shape != first.shape:
+        slots = torch.as_tensor(prompt_end, device=device)
+        if slots.is_floating_point():
+            raise ValueError(f"`prompt_end` must hold integers, got {slots.dtype}.")
+        if slots.ndim and slots.shape != first.shape:
             raise ValueError(
                 f"`prompt_end` must hold one value for each of the {first.shape[0]} sequences, "
-                f"got shape {tuple(prompt_end.shape)}."
+                f"got shape {tuple(slots.shape)}."
             )
-        prompt_stop = torch.minimum(origin + prompt_end, end)
+        prompt_stop = torch.minimum(origin + slots, end)
     # Without a masked prompt there is no answer to keep out: the whole sequence is pooled.
     prompt_stop = torch.where(prompt_stop > first, prompt_stop, end)
     return Sequences(first, prompt_stop, end, length, start, cu_seqlens)

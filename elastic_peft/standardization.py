@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .context import decoder_scope, forced_routing, routed_decoder
+from .context import RoutingTape, decoder_scope, forced_routing, routed_decoder
 from .hooks import active_routers
+from .router import InputStandardizer
 
 
 @torch.no_grad()
@@ -29,47 +30,59 @@ def calibrate_standardization(model: nn.Module, batches: Iterable[dict[str, Any]
 
     Numerics: sums in float64, statistics in float32, deviation floored at 1e-4.
     """
-    decoder = routed_decoder(model)
-    routers = [router for router in active_routers(decoder) if router.standardizer is not None]
-    if not routers:
+    standardizers = _standardizers(model)
+    if not standardizers:
         raise ValueError("`model` must have an active adapter with `standardize_input=True`, got one without.")
-    sums = {router.layer.index: None for router in routers}
-    scope = decoder_scope(decoder)
+    moments: dict[int, torch.Tensor] = {}
+    for pooled_by_layer in _pooled_keys(model, batches):
+        for index in standardizers:
+            pooled = pooled_by_layer[index].double()  # [sequences, H, head_dim]
+            count = pooled.new_full(pooled.shape[1:], pooled.shape[0])
+            batch_moments = torch.stack([count, pooled.sum(dim=0), pooled.square().sum(dim=0)])
+            moments[index] = moments[index] + batch_moments if index in moments else batch_moments
+    if not moments:
+        raise ValueError("`batches` must hold at least one batch, got none.")
+
+    statistics = {}
+    for index, layer_moments in moments.items():
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(layer_moments)
+        count, total, squares = layer_moments
+        if count.min() < 2:
+            raise ValueError(f"`batches` must hold at least 2 sequences, got {int(count.min())}.")
+        mean = total / count
+        deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+        if not (mean.isfinite().all() and deviation.isfinite().all()):
+            raise ValueError(f"`model` must give finite keys, got others in layer {index}.")
+        statistics[index] = (mean, deviation)
+    for index, standardizer in standardizers.items():
+        standardizer.calibrate(*statistics[index])
+
+
+def _standardizers(model: nn.Module) -> dict[int, InputStandardizer]:
+    """The active adapter's standardisations by layer index."""
+    routers = active_routers(routed_decoder(model))
+    return {r.layer.index: r.standardizer for r in routers if r.standardizer is not None}
+
+
+def _pooled_keys(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Iterator[dict[int, torch.Tensor]]:
+    """Each batch's pooled keys by layer, `[sequences, H, head_dim]`, with every head in retrieval mode."""
+    scope = decoder_scope(routed_decoder(model))
     was_training = {module: module.training for module in model.modules()}
     model.eval()
-    scope.pooled = {}
     try:
         with forced_routing(model, "retrieval"):
             for batch in batches:
-                model(**batch)
-                lengths = scope.record.lengths
-                for index in sums:
-                    pooled = scope.pooled[index][(lengths > 0).to(scope.pooled[index].device)].double()
-                    count = pooled.new_full(pooled.shape[1:], pooled.shape[0])
-                    moments = torch.stack([count, pooled.sum(dim=0), pooled.square().sum(dim=0)])
-                    sums[index] = moments if sums[index] is None else sums[index] + moments
+                tape = RoutingTape()
+                scope.pooled = {}
+                model(**batch, elastic_tape=tape)
+                assert tape.lengths is not None
+                valid = tape.lengths > 0
+                yield {index: pooled[valid.to(pooled.device)] for index, pooled in scope.pooled.items()}
     finally:
         scope.pooled = None
         for module, training in was_training.items():
             module.training = training
-
-    statistics = []
-    for router in routers:
-        moments = sums[router.layer.index]
-        if moments is None:
-            raise ValueError("`batches` must hold at least one batch, got none.")
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(moments)
-        count = moments[0]
-        if count.min() < 2:
-            raise ValueError(f"`batches` must hold at least 2 sequences, got {int(count.min())}.")
-        mean = moments[1] / count
-        deviation = (moments[2] / count - mean.square()).clamp(min=0).sqrt()
-        if not (mean.isfinite().all() and deviation.isfinite().all()):
-            raise ValueError(f"`model` must give finite keys, got others in layer {router.layer.index}.")
-        statistics.append((mean, deviation))
-    for router, (mean, deviation) in zip(routers, statistics):
-        router.standardizer.calibrate(mean, deviation)
 
 
 def is_calibrated(model: nn.Module) -> bool:
@@ -78,5 +91,4 @@ def is_calibrated(model: nn.Module) -> bool:
     Args:
         model: a model with an ELASTIC adapter.
     """
-    standardizers = [router.standardizer for router in active_routers(routed_decoder(model))]
-    return all(bool(standardizer.calibrated) for standardizer in standardizers if standardizer is not None)
+    return all(bool(standardizer.calibrated) for standardizer in _standardizers(model).values())

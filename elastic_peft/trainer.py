@@ -104,7 +104,7 @@ class ElasticSFTTrainer(SFTTrainer):
             **kwargs,
         )
         _check_setup(self)
-        self.data_collator = RoutingCollator(self.data_collator, self.padding_free)
+        self.data_collator: Any = RoutingCollator(self.data_collator, self.padding_free)
         device = self.args.device
         self._targets = torch.tensor(list(targets.values()), device=device)
         self._standardizes = config.standardize_input

@@ -120,7 +120,7 @@ def test_disabled_adapter_is_the_base_model_to_the_last_bit(family):
 
 @torch.no_grad()
 def test_cached_generation_equals_recomputing_every_step(family):
-    model_type, _, _, model = family
+    _, _, _, model = family
     ids = token_ids(3)
     options = {
         "attention_mask": torch.ones_like(ids),

@@ -1,0 +1,33 @@
+# `make demo` and `make test` make what they need in $(VENV), from constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test quality
+
+help: ## list the targets
+	@awk -F ': .*## ' '/^[a-z]+: .*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  ARGS="..." is handed on: make demo ARGS="--help", make test ARGS="-m slow -k streaming"'
+
+demo: $(VENV)/.installed-demo ## train, save, reload and use an adapter on SmolLM2-135M (writes out/)
+	$(VENV)/bin/python recipes/demo.py $(ARGS)
+
+test: $(VENV)/.installed-test ## run the tests; the slow and the GPU tier only when asked: ARGS="-m slow"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+
+quality: $(VENV)/.installed-quality ## lint, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# Debian splits venv's ensurepip into a package of its own, so pip is installed by the pip that is there.
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("elastic_peft needs Python 3.11 or newer, $(PYTHON) is %d.%d: set PYTHON=" % sys.version_info[:2])'
+	$(PYTHON) -m venv --without-pip $(VENV_ARGS) $(VENV)
+	$(PYTHON) -m pip --python $(VENV)/bin/python install --quiet --ignore-installed pip
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/bin/pip
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,36 @@
+"""Long-context sparsity that adapts to the input, as an ordinary PEFT adapter.
+
+Importing this package registers the ELASTIC method with PEFT; import it before loading an ELASTIC adapter.
+"""
+
+from .config import ElasticConfig
+from .context import RoutingRecord, RoutingTape, forced_routing, last_routing
+from .registration import register
+from .standardization import calibrate_standardization
+
+
+register()
+
+__all__ = [
+    "ElasticConfig",
+    "ElasticSFTConfig",
+    "ElasticSFTTrainer",
+    "RoutingRecord",
+    "RoutingTape",
+    "calibrate_standardization",
+    "forced_routing",
+    "last_routing",
+]
+
+
+def __getattr__(name: str):
+    # Training pulls in trl and datasets, which inference does not need.
+    if name == "ElasticSFTConfig":
+        from .trainer_config import ElasticSFTConfig
+
+        return ElasticSFTConfig
+    if name == "ElasticSFTTrainer":
+        from .trainer import ElasticSFTTrainer
+
+        return ElasticSFTTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,250 @@
+"""The adapter's configuration: every choice that a saved adapter carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peft.config import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
+
+
+FORMAT_VERSION = 1
+MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
+DECODE_MODES = ("routed", "full")
+DEFAULT_T_VALUES = {
+    "single_qa": 0.7,
+    "multihop_qa": 0.7,
+    "summarization": 1.0,
+    "code": 1.0,
+    "in_context_learning": 1.0,
+}
+
+
+@dataclass
+class ElasticConfig(PeftConfig):
+    """Configuration of an ELASTIC adapter: one attention router in every routed layer of a frozen decoder.
+
+    Args:
+        mode_pair: `{retrieval mode}-{sparse mode}`: `"FA-SSA"`, `"FA-XA"` or `"XA-SSA"`.
+        target_sparsity: target model sparsity ratio of an example without a task, in [0, 1].
+        t_values: task name to its target model sparsity ratio, each in [0, 1].
+        sink_size: leading tokens that a streaming head always attends, in tokens.
+        window_size: most recent tokens, the query's own included, that a streaming head attends, in tokens.
+        xattn_block_size: side of an XAttention block, in tokens; a multiple of `xattn_stride`.
+        xattn_stride: tokens in one XAttention score group.
+        xattn_threshold: share of a query block's score mass that the kept blocks must reach, in (0, 1].
+        pool_size: tokens pooled at each end of the prompt; `None` pools the whole prompt.
+        router_expansion: hidden width of the router's MLPs, in multiples of the head dimension.
+        standardize_input: subtract a calibrated mean from the pooled keys and divide by a calibrated deviation.
+        format_version: version of the saved adapter's format.
+        decode: `"routed"`: a decoded token of a streaming head attends its sink and window;
+            `"full"`: every decoded token attends everything.
+        sparsity_bias: added to the sparse logit at inference; raises sparsity when positive.
+        layers_to_transform: layer indices to route, or one of them; `None` routes every layer that can be routed.
+        head_dim: filled in when the adapter is made: head dimension of the base model.
+        num_key_value_heads: filled in when the adapter is made: key-value heads of each routed layer, by layer index.
+
+    Raises:
+        ValueError: a field is outside its range, or the adapter was saved in a newer format.
+
+    Source: Elastic Attention, arXiv 2601.17367; XAttention, arXiv 2503.16428.
+    """
+
+    mode_pair: str = field(
+        default="FA-SSA",
+        metadata={"help": "Attention of retrieval and of sparse heads: 'FA-SSA', 'FA-XA' or 'XA-SSA'."},
+    )
+    target_sparsity: float = field(
+        default=0.7, metadata={"help": "Target model sparsity ratio of an example without a task, in [0, 1]."}
+    )
+    t_values: dict[str, float] = field(
+        default_factory=lambda: dict(DEFAULT_T_VALUES),
+        metadata={"help": "Task name to its target model sparsity ratio, each in [0, 1]."},
+    )
+    sink_size: int = field(default=128, metadata={"help": "Leading tokens a streaming head always attends."})
+    window_size: int = field(
+        default=2048, metadata={"help": "Most recent tokens, the query's own included, a streaming head attends."}
+    )
+    xattn_block_size: int = field(default=128, metadata={"help": "Side of an XAttention block, in tokens."})
+    xattn_stride: int = field(default=16, metadata={"help": "Tokens in one XAttention score group."})
+    xattn_threshold: float = field(
+        default=0.9, metadata={"help": "Share of the score mass that the kept blocks must reach, in (0, 1]."}
+    )
+    pool_size: int | None = field(
+        default=100, metadata={"help": "Tokens pooled at each end of the prompt; None pools the whole prompt."}
+    )
+    router_expansion: int = field(
+        default=4, metadata={"help": "Hidden width of the router's MLPs, in multiples of the head dimension."}
+    )
+    standardize_input: bool = field(
+        default=True, metadata={"help": "Standardise the pooled keys with a calibrated mean and deviation."}
+    )
+    format_version: int = field(
+        default=FORMAT_VERSION, metadata={"help": "Version of the saved adapter's format; set by the library."}
+    )
+    decode: str = field(
+        default="routed",
+        metadata={"help": "'routed': decoded tokens follow the prompt's routing; 'full': they attend everything."},
+    )
+    sparsity_bias: float = field(
+        default=0.0, metadata={"help": "Added to the sparse logit at inference: more sparsity when positive."}
+    )
+    layers_to_transform: list[int] | None = field(
+        default=None, metadata={"help": "Layer indices to route; None routes every layer that can be routed."}
+    )
+    head_dim: int | None = field(
+        default=None, metadata={"help": "Head dimension of the base model; filled in when the adapter is made."}
+    )
+    num_key_value_heads: dict[int, int] | None = field(
+        default=None,
+        metadata={"help": "Layer index to key-value heads, for the routed layers; filled in with `head_dim`."},
+    )
+
+    # PEFT reads this attribute of every config; which modules are routed follows from the model, so it is not saved.
+    target_modules = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.peft_type = PeftType.ELASTIC
+        if self.num_key_value_heads is not None:  # JSON turns the keys into strings
+            self.num_key_value_heads = {int(index): heads for index, heads in self.num_key_value_heads.items()}
+        if isinstance(self.layers_to_transform, int):
+            self.layers_to_transform = [self.layers_to_transform]
+        self._validate()
+
+    @property
+    def retrieval_mode(self) -> str:
+        """Mode of heads routed to 0: `"FA"` or `"XA"`."""
+        return self.mode_pair.split("-")[0]
+
+    @property
+    def sparse_mode(self) -> str:
+        """Mode of heads routed to 1: `"SSA"` or `"XA"`."""
+        return self.mode_pair.split("-")[1]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, subfolder=None, **kwargs):
+        """Reads a saved configuration, see `PeftConfig.from_pretrained`.
+
+        Raises:
+            ValueError: as the class; or the weights beside a local configuration are missing or no readable
+                safetensors file.
+        """
+        folder = Path(pretrained_model_name_or_path, subfolder or "")
+        _check_readable(folder / SAFETENSORS_WEIGHTS_NAME)
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        # A bound configuration was saved with weights; elsewhere than in a folder, PEFT looks for them.
+        if config.head_dim is not None and folder.is_dir() and not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
+            raise ValueError(
+                f"`{SAFETENSORS_WEIGHTS_NAME}` must be beside the adapter's configuration, got none in {folder}; "
+                "weights in another format are not loaded."
+            )
+        return config
+
+    def bind(self, head_dim: int, num_key_value_heads: dict[int, int]) -> None:
+        """Ties the configuration to a base model, or checks that a saved one belongs to it.
+
+        Args:
+            head_dim: head dimension of the base model's routed layers.
+            num_key_value_heads: layer index to key-value heads, for the routed layers.
+
+        Raises:
+            ValueError: the adapter was saved for another base model.
+        """
+        if self.is_saved:
+            if self.head_dim != head_dim:
+                raise ValueError(f"`head_dim` must be that of the base model, {head_dim}, got {self.head_dim}.")
+            saved = self.num_key_value_heads or {}
+            if len(saved) != len(num_key_value_heads):
+                raise ValueError(
+                    f"`num_key_value_heads` must cover {len(num_key_value_heads)} layers, the routed ones of the base "
+                    f"model, got {len(saved)}."
+                )
+            if saved != num_key_value_heads:
+                raise ValueError(
+                    f"`num_key_value_heads` must be those of the base model's routed layers, {num_key_value_heads}, "
+                    f"got {self.num_key_value_heads}."
+                )
+            return
+        self.head_dim, self.num_key_value_heads = head_dim, num_key_value_heads
+        self._bound_here = True
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the configuration came from a saved adapter, whose weights belong to one base model."""
+        return self.head_dim is not None and not self._bound_here
+
+    # A configuration object may serve several models before it is saved.
+    _bound_here = False
+
+    def _validate(self):
+        if not isinstance(self.format_version, int) or self.format_version < 1:
+            raise ValueError(f"`format_version` must be a positive integer, got {self.format_version!r}.")
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"`format_version` must be at most {FORMAT_VERSION} for this version of elastic_peft, got "
+                f"{self.format_version}: upgrade elastic_peft to load this adapter."
+            )
+        _check_choice("mode_pair", self.mode_pair, MODE_PAIRS)
+        _check_choice("decode", self.decode, DECODE_MODES)
+        _check_ratio("target_sparsity", self.target_sparsity)
+        if not isinstance(self.t_values, dict) or not self.t_values:
+            raise ValueError(f"`t_values` must map at least one task name to its target, got {self.t_values!r}.")
+        for task, value in self.t_values.items():
+            _check_ratio(f"t_values[{task!r}]", value)
+        _check_integer("sink_size", self.sink_size, 0)
+        for name in ("window_size", "xattn_block_size", "xattn_stride", "router_expansion"):
+            _check_integer(name, getattr(self, name), 1)
+        if self.xattn_block_size % self.xattn_stride:
+            raise ValueError(
+                f"`xattn_block_size` must be a multiple of `xattn_stride` ({self.xattn_stride}), "
+                f"got {self.xattn_block_size}."
+            )
+        if not _is_number(self.xattn_threshold) or not 0 < self.xattn_threshold <= 1:
+            raise ValueError(f"`xattn_threshold` must be in (0, 1], got {self.xattn_threshold!r}.")
+        if self.pool_size is not None:
+            _check_integer("pool_size", self.pool_size, 1)
+        if not isinstance(self.standardize_input, bool):
+            raise ValueError(f"`standardize_input` must be True or False, got {self.standardize_input!r}.")
+        if not _is_number(self.sparsity_bias) or self.sparsity_bias != self.sparsity_bias:
+            raise ValueError(f"`sparsity_bias` must be a number, got {self.sparsity_bias!r}.")
+        if self.layers_to_transform is not None and (
+            not isinstance(self.layers_to_transform, list | tuple)
+            or not self.layers_to_transform
+            or any(not isinstance(i, int) or i < 0 for i in self.layers_to_transform)
+        ):
+            raise ValueError(
+                f"`layers_to_transform` must be None or layer indices from 0, got {self.layers_to_transform!r}."
+            )
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_ratio(name, value):
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"`{name}` must be in [0, 1], got {value!r}.")
+
+
+def _check_integer(name, value, minimum):
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"`{name}` must be an integer of at least {minimum}, got {value!r}.")
+
+
+def _check_readable(weights: Path):
+    from safetensors import SafetensorError, safe_open
+
+    if not weights.is_file():
+        return
+    try:
+        with safe_open(weights, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"`{weights.name}` must be a complete safetensors file, got {error} ({weights}).") from error

@@ -1,0 +1,265 @@
+"""What one forward pass of the decoder knows: its sequences, how to decide, and the record of what was decided."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .sequences import Sequences
+from .sparsity import model_sparsity, streaming_sparsity
+
+
+class RoutingTape:
+    """What a training step tells the routers, and the decisions it gets back.
+
+    Pass it as `model(..., elastic_tape=tape)`. No dataclass: FSDP's mixed precision would rebuild it.
+
+    Args:
+        temperature: Gumbel-softmax temperature, positive.
+        seeds: one noise seed per sequence of this forward pass; `None` draws them from torch's default generator.
+
+    Attributes:
+        gates: layer index to float32 `[N, H]`, 1.0 = sparse; differentiable when the decoder was in training mode.
+        lengths: int64 `[N]`, valid tokens of each sequence; `None` before the forward pass.
+
+    Raises:
+        ValueError: `temperature` is not positive.
+    """
+
+    def __init__(self, temperature: float = 1.0, seeds: Sequence[int] | None = None):
+        if not temperature > 0:
+            raise ValueError(f"`temperature` must be positive, got {temperature}.")
+        self.temperature = temperature
+        self.seeds = seeds
+        self.gates: dict[int, torch.Tensor] = {}
+        self.lengths: torch.Tensor | None = None
+
+    def msr(self) -> torch.Tensor:
+        """Model sparsity ratio of each sequence, float32 `[N]`, differentiable through the gates."""
+        return model_sparsity(list(self.gates.values()))
+
+
+@dataclass
+class RoutingRecord:
+    """What the routers decided for one prompt or training batch. Tensors stay on the model's devices until read.
+
+    Args:
+        mode_pair: kernel mode pair.
+        sink_size: tokens.
+        window_size: tokens.
+        lengths: int64 `[B]`, valid tokens of each sequence.
+        kv_bytes_per_token: bytes of one token's key and value in one head.
+    """
+
+    mode_pair: str
+    sink_size: int
+    window_size: int
+    lengths: torch.Tensor
+    kv_bytes_per_token: int = 0
+    #: How the attention ran: `"reference"`, `"triton"`, or `"dense"` where both modes coincide.
+    implementation: str | None = None
+    logits_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
+    decision_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
+    xattn_share_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> list[int]:
+        """Indices of the routed layers."""
+        return sorted(self.decision_by_layer)
+
+    @property
+    def decisions(self) -> torch.Tensor:
+        """bool `[B, L, H]`, True = sparse."""
+        return _stack(self.decision_by_layer)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """float32 `[B, L, H, 2]`, order (retrieval, sparse)."""
+        return _stack(self.logits_by_layer)
+
+    @property
+    def msr(self) -> torch.Tensor:
+        """Model sparsity ratio, float32 `[B]`."""
+        return model_sparsity(list(self.decision_by_layer.values()))
+
+    @property
+    def esr(self) -> torch.Tensor:
+        """Effective sparsity ratio, mean over the routed layers, float32 `[B]`."""
+        per_layer = [self._layer_sparsity(index) for index in self.layers]
+        return torch.stack([esr.to(per_layer[0].device) for esr in per_layer]).mean(dim=0)
+
+    @property
+    def esr_last_layer(self) -> torch.Tensor:
+        """Effective sparsity ratio of the last routed layer, float32 `[B]`."""
+        return self._layer_sparsity(self.layers[-1])
+
+    @property
+    def kv_bytes_dense(self) -> torch.Tensor:
+        """Bytes of keys and values that the routed layers hold for each sequence without routing, int64 `[B]`."""
+        heads = sum(decision.shape[1] for decision in self.decision_by_layer.values())
+        return self.lengths * heads * self.kv_bytes_per_token
+
+    @property
+    def kv_bytes(self) -> torch.Tensor:
+        """Bytes of keys and values that are held for each sequence, int64 `[B]`: all of them, the cache is whole."""
+        return self.kv_bytes_dense
+
+    def _layer_sparsity(self, index: int) -> torch.Tensor:
+        """Share of causal query-key pairs that one layer does not compute, mean over its heads, float32 `[B]`."""
+        decisions = self.decision_by_layer[index]
+        skipped = {"FA": torch.zeros(decisions.shape, device=decisions.device)}
+        streaming = streaming_sparsity(self.lengths.to(decisions.device), self.sink_size, self.window_size)
+        skipped["SSA"] = streaming[:, None].expand(decisions.shape).float()
+        # A head without a measured share kept every block: its sequence is no longer than two of them.
+        skipped["XA"] = 1 - self.xattn_share_by_layer[index] if index in self.xattn_share_by_layer else skipped["FA"]
+        retrieval, sparse = self.mode_pair.split("-")
+        return torch.where(decisions, skipped[sparse], skipped[retrieval]).mean(dim=1)
+
+
+def _stack(by_layer: dict[int, torch.Tensor]) -> torch.Tensor:
+    tensors = [by_layer[index] for index in sorted(by_layer)]
+    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors], dim=1)
+
+
+@dataclass
+class ForwardState:
+    """Travels with one forward pass from the decoder to each attention layer.
+
+    Args:
+        past: tokens in the cache before this forward pass; a tensor for static caches.
+        sequences: the sequences of a prompt or training batch; `None` when the pass continues a routed cache.
+        sampling: sample decisions (training) instead of taking the most likely ones.
+        tape: collects the gates of a training step.
+        noise: layer index to uniform noise `[N, H, 2]`, when sampling.
+        forced: layer index to bool `[N or 1, H]`, when decisions are given.
+        record: the record that this pass fills.
+        pooled: layer index to pooled keys, filled while standardisation is calibrated.
+    """
+
+    past: Any
+    sequences: Sequences | None = None
+    sampling: bool = False
+    tape: RoutingTape | None = None
+    noise: dict[int, torch.Tensor] | None = None
+    forced: dict[int, torch.Tensor] | None = None
+    record: RoutingRecord | None = None
+    pooled: dict[int, torch.Tensor] | None = None
+    #: Pool size to (positions, valid): the same for every layer, so worked out once.
+    pooling: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class _DecoderScope:
+    """What one thread has set for one decoder."""
+
+    def __init__(self):
+        self.forced: list[torch.Tensor | str] = []
+        #: Prompt length of the running `generate`, so that no later forward pass pools generated tokens.
+        self.prompt_end: int | None = None
+        #: Layer index to pooled keys of the last forward pass, while standardisation is calibrated.
+        self.pooled: dict[int, torch.Tensor] | None = None
+        self.record: RoutingRecord | None = None
+
+
+_threads = threading.local()
+
+
+def decoder_scope(decoder: nn.Module) -> _DecoderScope:
+    """The calling thread's scope for `decoder`."""
+    scopes = getattr(_threads, "scopes", None)
+    if scopes is None:
+        scopes = _threads.scopes = weakref.WeakKeyDictionary()
+    if decoder not in scopes:
+        scopes[decoder] = _DecoderScope()
+    return scopes[decoder]
+
+
+def routed_decoder(model: nn.Module) -> nn.Module:
+    """The decoder inside `model` that an ELASTIC adapter routes.
+
+    Raises:
+        ValueError: `model` has no ELASTIC adapter.
+    """
+    for module in model.modules():
+        if hasattr(module, "elastic_handles") and hasattr(module, "layers"):
+            return module
+    raise ValueError(f"`model` must have an ELASTIC adapter, got {type(model).__name__} without one.")
+
+
+def last_routing(model: nn.Module) -> RoutingRecord | None:
+    """What the routers decided for the last prompt that this thread ran through `model`.
+
+    Args:
+        model: a model with an ELASTIC adapter.
+
+    Returns:
+        The record, or `None` before the first prompt. Decoding steps keep their prompt's record.
+
+    Raises:
+        ValueError: `model` has no ELASTIC adapter.
+    """
+    return decoder_scope(routed_decoder(model)).record
+
+
+@contextmanager
+def forced_routing(model: nn.Module, decisions: torch.Tensor | str) -> Iterator[None]:
+    """Runs `model` with given decisions instead of the routers', in the calling thread.
+
+    A cache that already holds decisions keeps them.
+
+    Args:
+        model: a model with an ELASTIC adapter.
+        decisions: bool `[L, H]` or `[B, L, H]`, True = sparse, L counting the routed layers in order; or
+            `"retrieval"` / `"sparse"` for every head.
+
+    Raises:
+        ValueError: `model` has no ELASTIC adapter; decisions of another shape or dtype.
+    """
+    decoder = routed_decoder(model)
+    if isinstance(decisions, str):
+        if decisions not in ("retrieval", "sparse"):
+            raise ValueError(f"`decisions` must be 'retrieval', 'sparse' or a bool tensor, got {decisions!r}.")
+    elif not isinstance(decisions, torch.Tensor) or decisions.dtype != torch.bool or decisions.ndim not in (2, 3):
+        raise ValueError(f"`decisions` must be a bool tensor [L, H] or [B, L, H], got {_describe(decisions)}.")
+    scope = decoder_scope(decoder)
+    scope.forced.append(decisions)
+    try:
+        yield
+    finally:
+        scope.forced.pop()
+
+
+def forced_by_layer(
+    decisions: torch.Tensor | str, heads: dict[int, int], num_sequences: int
+) -> dict[int, torch.Tensor]:
+    """Forced decisions by layer index, bool `[B or 1, H]`.
+
+    Args:
+        decisions: as in `forced_routing`.
+        heads: layer index to key-value heads, of the routed layers.
+        num_sequences: sequences of the forward pass.
+
+    Raises:
+        ValueError: `decisions` has other sequences, layers or heads.
+    """
+    if isinstance(decisions, str):
+        return {index: torch.full((1, count), decisions == "sparse") for index, count in heads.items()}
+    if decisions.shape[-2] != len(heads) or any(count != decisions.shape[-1] for count in heads.values()):
+        raise ValueError(
+            f"`decisions` must cover {len(heads)} routed layers with {sorted(set(heads.values()))} heads each, "
+            f"got {_describe(decisions)}."
+        )
+    by_row = decisions if decisions.ndim == 3 else decisions[None]
+    if by_row.shape[0] not in (1, num_sequences):
+        raise ValueError(f"`decisions` must cover {num_sequences} sequences, got {_describe(decisions)}.")
+    return {index: by_row[:, position] for position, index in enumerate(sorted(heads))}
+
+
+def _describe(value) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

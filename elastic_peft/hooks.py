@@ -1,0 +1,159 @@
+"""The hooks that carry routing through a forward pass: on the model, its decoder and its attention modules."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from .context import ForwardState, RoutingRecord, RoutingTape, decoder_scope, forced_by_layer
+from .gating import uniform_noise
+from .layer import ElasticLayer
+from .sequences import find_sequences
+
+
+class DecoderHook:
+    """Pre-forward hook of the decoder: works out the forward pass's `ForwardState` and hands it to the layers."""
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        given = {name: kwargs.pop(name, None) for name in ("elastic_tape", "elastic_labels", "prompt_end")}
+        routers = active_routers(decoder)
+        if not routers:
+            return args, kwargs
+        past, continues = _cache_state(_cache(kwargs), routers)
+        state = ForwardState(past)
+        if not continues:
+            _check_ready(decoder, routers)
+            _begin_sequences(state, decoder, routers, args, kwargs, **given)
+        kwargs["elastic_state"] = state
+        return args, kwargs
+
+
+def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, elastic_labels, prompt_end) -> None:
+    """Fills the state of a pass that routes: a prompt, or a training batch."""
+    inputs = kwargs.get("inputs_embeds")
+    if inputs is None:
+        inputs = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    scope = decoder_scope(decoder)
+    state.sequences = find_sequences(
+        inputs.shape[0],
+        inputs.shape[1],
+        inputs.device,
+        attention_mask=kwargs.get("attention_mask"),
+        position_ids=kwargs.get("position_ids"),
+        cu_seqlens=kwargs.get("cu_seq_lens_q"),
+        labels=elastic_labels,
+        prompt_end=scope.prompt_end if prompt_end is None else prompt_end,
+        packed=not _fills_cache(decoder, kwargs),
+    )
+    lengths = state.sequences.lengths
+    config = routers[0].active_config
+    key_bytes = 2 * routers[0].layer.head_dim * getattr(decoder, "dtype", torch.float32).itemsize
+    state.record = RoutingRecord(config.mode_pair, config.sink_size, config.window_size, lengths, key_bytes)
+    state.tape = RoutingTape() if elastic_tape is None else elastic_tape
+    state.tape.lengths = lengths
+    heads = {router.layer.index: router.layer.num_key_value_heads for router in routers}
+    if scope.forced:
+        state.forced = forced_by_layer(scope.forced[-1], heads, lengths.shape[0])
+    elif decoder.training:
+        state.sampling = True
+        state.noise = _noise(state.tape, lengths.shape[0], heads)
+    state.pooled = scope.pooled
+    scope.record = state.record
+
+
+def _noise(tape: RoutingTape, num_sequences: int, heads: dict[int, int]) -> dict[int, torch.Tensor]:
+    seeds = tape.seeds
+    if seeds is None:
+        seeds = torch.randint(2**63 - 1, (num_sequences,)).tolist()
+    if len(seeds) != num_sequences:
+        raise ValueError(f"`seeds` must hold one seed for each of the {num_sequences} sequences, got {len(seeds)}.")
+    indices = sorted(heads)
+    return dict(zip(indices, uniform_noise(seeds, [heads[index] for index in indices])))
+
+
+def _cache(kwargs: dict[str, Any]) -> Any:
+    """The cache argument, under its name in transformers 5.24 or before."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def _fills_cache(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the decoder will run with a cache, its own if need be: transformers then takes rows as unpacked."""
+    if _cache(kwargs) is not None:
+        return True
+    checkpoints = getattr(decoder, "gradient_checkpointing", False) and decoder.training and torch.is_grad_enabled()
+    use_cache = kwargs.get("use_cache")
+    return not checkpoints and bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def _cache_state(cache, routers) -> tuple[Any, bool]:
+    """Tokens in the cache, and whether it already holds the routing that this pass must follow."""
+    if cache is None:
+        return 0, False
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise ValueError(f"`cache` must be a transformers cache with layers, got {type(cache).__name__}.")
+    index = routers[0].layer.index
+    layer = layers[index] if index < len(layers) else None
+    past = 0 if layer is None else layer.get_seq_length()
+    if isinstance(past, torch.Tensor):
+        past = past.clone()  # a static layer counts on in place while this pass runs
+    continues = getattr(layer, "gate", None) is not None
+    if not continues and int(past) > 0:
+        raise ValueError(
+            f"`cache` must have been filled with this adapter active, got one with {int(past)} tokens and no routing."
+        )
+    return past, continues
+
+
+def _check_ready(decoder: nn.Module, routers: list[ElasticLayer]) -> None:
+    _refuse_reentrant_checkpoints(decoder)
+    if not (decoder.training or decoder_scope(decoder).forced or torch.compiler.is_compiling()):
+        routers[0].check_loaded()
+
+
+def _refuse_reentrant_checkpoints(decoder: nn.Module) -> None:
+    if not (decoder.training and torch.is_grad_enabled()):
+        return
+    for layer in decoder.layers:
+        checkpoint: Any = getattr(layer, "_gradient_checkpointing_func", None)
+        if getattr(layer, "gradient_checkpointing", False) and checkpoint.keywords.get("use_reentrant", True):
+            raise ValueError(
+                "`gradient_checkpointing_kwargs` must set use_reentrant to False, got True: a reentrant checkpoint "
+                "would leave the routers without gradients."
+            )
+
+
+def pass_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    """Pre-forward hook of the outer model: lets the decoder see the labels, so that answers are never pooled."""
+    labels = kwargs.get("labels")
+    if labels is None and len(args) > 1:
+        labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
+    if labels is not None and "prompt_end" not in kwargs:
+        kwargs["elastic_labels"] = labels
+    return args, kwargs
+
+
+def route_attention(attention: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    """Pre-forward hook of a routed attention module: turns the forward state into this layer's decisions."""
+    state = kwargs.pop("elastic_state", None)
+    router = attention.router
+    if "elastic_route" in kwargs or router.active_config is None:
+        return args, kwargs
+    if state is None:
+        raise RuntimeError(
+            f"`elastic_state` must reach every routed layer, layer {router.layer.index} got none: the decoder layer "
+            "dropped it, or the attention module was called outside its decoder."
+        )
+    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    kwargs["elastic_route"] = router.route(attention, hidden_states, state, _cache(kwargs))
+    return args, kwargs
+
+
+def active_routers(decoder: nn.Module) -> list[ElasticLayer]:
+    """The routers of `decoder` that route with the active adapter, in layer order; empty while disabled."""
+    routers = (getattr(getattr(layer, "self_attn", None), "router", None) for layer in decoder.layers)
+    return [router for router in routers if isinstance(router, ElasticLayer) and router.active_config is not None]

@@ -1,0 +1,136 @@
+"""The attention router: boundary pooling of the pre-rotary keys, input standardisation, Task MLP, Router MLP."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+MIN_DEVIATION = 1e-4
+
+
+def boundary_indices(
+    first: torch.Tensor, end: torch.Tensor, pool_size: int | None, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the tokens that boundary pooling averages: the first and the last `pool_size` of each prompt.
+
+    A prompt shorter than `2 * pool_size` lists every token exactly once.
+
+    Args:
+        first: int64 `[N]`, position of each prompt's first token.
+        end: int64 `[N]`, position after each prompt's last token.
+        pool_size: tokens at each end; `None` = the whole prompt.
+        width: upper bound of any prompt's length, known without looking at `end`.
+
+    Returns:
+        positions, int64 `[N, T]`, and valid, bool `[N, T]`; T = min(2 * pool_size, width). Positions of invalid
+        slots point at the sequence's first token.
+
+    Source: Elastic Attention, arXiv 2601.17367.
+    """
+    length = (end - first).clamp(min=0)[:, None]
+    slot = torch.arange(width if pool_size is None else min(2 * pool_size, width), device=first.device)[None]
+    if pool_size is None:
+        offset = slot
+    else:  # a prompt shorter than both ends together is counted through, so no token comes twice
+        in_head = (slot < pool_size) | (length < 2 * pool_size)
+        offset = torch.where(in_head, slot, length - 2 * pool_size + slot)
+    valid = slot < length
+    return first[:, None] + torch.where(valid, offset, 0), valid
+
+
+def masked_mean(keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Mean of each sequence's valid keys; zero for a sequence without any.
+
+    Args:
+        keys: `[N, T, H, head_dim]`.
+        valid: bool `[N, T]`.
+
+    Returns:
+        float32 `[N, H, head_dim]`.
+    """
+    weight = valid.to(torch.float32)
+    weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=1.0)
+    kept = torch.where(valid[:, :, None, None], keys.float(), 0.0)
+    return torch.einsum("nt,nthd->nhd", weight, kept)
+
+
+class InputStandardizer(nn.Module):
+    """Subtracts a calibrated mean from the pooled keys and divides by a calibrated deviation.
+
+    Without it the part of the pooled keys that all inputs share hides the part that tells tasks apart.
+
+    Args:
+        num_key_value_heads: H.
+        head_dim: dimension of a head.
+    """
+
+    def __init__(self, num_key_value_heads: int, head_dim: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_key_value_heads, head_dim))
+        self.register_buffer("deviation", torch.ones(num_key_value_heads, head_dim))
+        self.register_buffer("calibrated", torch.zeros((), dtype=torch.uint8))
+
+    @torch.no_grad()
+    def calibrate(self, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+        """Fixes the statistics, both `[H, head_dim]`; deviations below 1e-4 are raised to it."""
+        self.mean.copy_(mean)
+        self.deviation.copy_(deviation.clamp(min=MIN_DEVIATION))
+        self.calibrated.fill_(1)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Standardises float32 `[N, H, head_dim]`."""
+        return (pooled - self.mean.float()) / self.deviation.float()
+
+
+class RouterLinear(nn.Linear):
+    """A linear layer that computes in float32 whatever dtype the model, autocast or FSDP gave its weights."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(input.float(), self.weight.float(), bias)
+
+
+def make_router(head_dim: int, expansion: int) -> dict[str, nn.Module]:
+    """The linear layers of one router, by name.
+
+    Args:
+        head_dim: dimension of a head, d'.
+        expansion: hidden width of both MLPs in multiples of `head_dim`.
+
+    Returns:
+        `task_up`, `task_down` (Task MLP), `router_up`, `router_down`, `router_out` (Router MLP), float32.
+    """
+    hidden = expansion * head_dim
+    layers = {
+        "task_up": RouterLinear(head_dim, hidden, dtype=torch.float32),
+        "task_down": RouterLinear(hidden, head_dim, dtype=torch.float32),
+        "router_up": RouterLinear(head_dim, hidden, dtype=torch.float32),
+        "router_down": RouterLinear(hidden, head_dim, dtype=torch.float32),
+        "router_out": RouterLinear(head_dim, 2, dtype=torch.float32),
+    }
+    # Neutral decisions at first, with gradients for every layer of the router from the first step.
+    nn.init.normal_(layers["router_out"].weight, std=1e-3)
+    nn.init.zeros_(layers["router_out"].bias)
+    return layers
+
+
+def router_logits(pooled: torch.Tensor, layers: dict[str, nn.Module]) -> torch.Tensor:
+    """Logits of the two modes for each head.
+
+    Task MLP: Linear(d' to hidden), SiLU, Linear(hidden to d'). Router MLP: the same, SiLU, Linear(d' to 2).
+
+    Args:
+        pooled: float32 `[N, H, head_dim]`, standardised pooled keys.
+        layers: as `make_router` returns them.
+
+    Returns:
+        float32 `[N, H, 2]`, order (retrieval, sparse).
+
+    Source: Elastic Attention, arXiv 2601.17367.
+    """
+    task = layers["task_down"](F.silu(layers["task_up"](pooled)))
+    hidden = layers["router_down"](F.silu(layers["router_up"](task)))
+    return layers["router_out"](F.silu(hidden))

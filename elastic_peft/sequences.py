@@ -1,0 +1,148 @@
+"""Which tokens of a forward pass form which sequence: padded rows, packed rows, prompts and answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Sequences:
+    """The sequences of one forward pass: rows, or segments of packed rows.
+
+    Args:
+        first: int64 `[N]`, flattened position (row * S + column) of each sequence's first valid token.
+        prompt_end: int64 `[N]`, flattened position after its prompt.
+        end: int64 `[N]`, flattened position after its last valid token.
+        width: upper bound of a sequence's length, in tokens.
+        start: int64 `[B]`, first valid column of each row, or `None` when no row is left-padded.
+        cu_seqlens: int32 `[N + 1]` over the flattened tokens for packed rows, else `None`.
+    """
+
+    first: torch.Tensor
+    prompt_end: torch.Tensor
+    end: torch.Tensor
+    width: int
+    start: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Valid tokens of each sequence, int64 `[N]`."""
+        return self.end - self.first
+
+
+def find_sequences(
+    batch_size: int,
+    length: int,
+    device: torch.device,
+    *,
+    attention_mask: Any = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    prompt_end: torch.Tensor | int | None = None,
+    packed: bool = True,
+) -> Sequences:
+    """Works out the sequences of a forward pass from what the caller gave the model.
+
+    Args:
+        batch_size: rows B.
+        length: columns S of this forward pass.
+        device: device of the hidden states.
+        attention_mask: `[B, S]` (1 = valid), a 4D mask `[B, 1, S, K]`, a dict of those by layer type, or `None`.
+        position_ids: `[B, S]`; restarts mark packed rows when there is no mask, as in transformers.
+        cu_seqlens: `[N + 1]` cumulative lengths of packed rows over the flattened tokens.
+        labels: `[B, S]`; the prompt ends before the first label other than -100.
+        prompt_end: `[N]` or one integer, in slots from the start of each row or segment; wins over `labels`.
+        packed: whether `position_ids` may describe packed rows.
+
+    Raises:
+        ValueError: a row with padding inside it; `prompt_end` of another dtype or number of sequences.
+    """
+    if cu_seqlens is None and packed and attention_mask is None and position_ids is not None:
+        cu_seqlens = _packed_boundaries(position_ids, batch_size)
+    columns = torch.arange(length, device=device)
+    start = None
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
+        first, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        origin = first
+    else:
+        origin = torch.arange(batch_size, device=device) * length
+        valid = _valid_columns(attention_mask, length, device)
+        if valid is None:
+            first, end = origin, origin + length
+        else:
+            column, stop = _valid_range(valid, columns)
+            first, end = origin + column, origin + stop
+            start = column if _is_left_padded(valid, column, stop) else None
+    if prompt_end is None and labels is not None:
+        supervised = (labels != -100).reshape(-1)
+        position = torch.arange(supervised.numel(), device=device)
+        sequence = torch.bucketize(position, origin, right=True) - 1
+        candidate = torch.where(supervised.to(device), position, supervised.numel())
+        prompt_stop = end.clone().scatter_reduce(0, sequence, candidate, "amin")
+    elif prompt_end is None:
+        prompt_stop = end
+    else:
+        slots = torch.as_tensor(prompt_end, device=device)
+        if slots.is_floating_point():
+            raise ValueError(f"`prompt_end` must hold integers, got {slots.dtype}.")
+        if slots.ndim and slots.shape != first.shape:
+            raise ValueError(
+                f"`prompt_end` must hold one value for each of the {first.shape[0]} sequences, "
+                f"got shape {tuple(slots.shape)}."
+            )
+        prompt_stop = torch.minimum(origin + slots, end)
+    # Without a masked prompt there is no answer to keep out: the whole sequence is pooled.
+    prompt_stop = torch.where(prompt_stop > first, prompt_stop, end)
+    return Sequences(first, prompt_stop, end, length, start, cu_seqlens)
+
+
+def _packed_boundaries(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
+    """Cumulative lengths of the segments that `position_ids` restarts mark, or None for ordinary rows."""
+    if position_ids.ndim != 2:
+        return None
+    position_ids = position_ids.expand(batch_size, -1)
+    restart = torch.ones_like(position_ids, dtype=torch.bool)
+    restart[:, 1:] = position_ids.diff(dim=1) != 1
+    if int(restart.sum()) == batch_size:
+        return None
+    boundaries = restart.reshape(-1).nonzero().squeeze(1)
+    return torch.cat([boundaries, boundaries.new_tensor([position_ids.numel()])]).to(torch.int32)
+
+
+def _valid_columns(attention_mask: Any, length: int, device: torch.device) -> torch.Tensor | None:
+    """bool `[B, S]`, the valid columns of this forward pass, or None when all are."""
+    if isinstance(attention_mask, dict):  # masks prepared by layer type
+        attention_mask = attention_mask.get("full_attention")
+    if not isinstance(attention_mask, torch.Tensor):
+        return None
+    if attention_mask.ndim == 2:
+        return attention_mask[:, -length:].to(device).bool()
+    last_row = attention_mask[:, 0, -1, :length]  # a prompt's last token sees every valid token before it
+    return (last_row if last_row.dtype == torch.bool else last_row == 0).to(device)
+
+
+def _valid_range(valid: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First valid column and the column after the last valid one, int64 `[B]` each; 0 and 0 for an empty row."""
+    length = columns.shape[0]
+    stop = torch.where(valid, columns + 1, 0).amax(dim=1)
+    return torch.minimum(torch.where(valid, columns, length).amin(dim=1), stop), stop
+
+
+def _is_left_padded(valid: torch.Tensor, column: torch.Tensor, stop: torch.Tensor) -> bool:
+    """Whether a row begins with padding; waits for the device once. A graph that is being compiled must assume so.
+
+    Raises:
+        ValueError: a row has padding between valid tokens.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    holes, left = torch.stack([(valid.sum(dim=1) != stop - column).any(), column.any()]).tolist()
+    if holes:
+        raise ValueError("`attention_mask` must not have padding between valid tokens of a row, got a row that does.")
+    return left

@@ -1,0 +1,124 @@
+"""`routed_attention`: checks its arguments once and runs an implementation."""
+
+from torch import Tensor
+
+from .._validation import check_device, check_heads, check_like, check_positive, check_sequences
+from ..block_selection import KeptBlocks
+from .reference import routed_attention_reference
+
+
+MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
+
+
+def routed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    *,
+    mode_pair: str,
+    sink_size: int,
+    window_size: int,
+    start: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kept_blocks: KeptBlocks | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention in which every key-value head of every sequence runs one of two modes.
+
+    The mode pair `{retrieval}-{sparse}` names them: FA attends everything, SSA a sink and a local window, XA the kept
+    blocks. A gate of 0 runs the retrieval mode, 1 the sparse mode, for all query heads of the group.
+
+    Args:
+        query: `[B, Hq, Q, D]`, fp16, bf16, fp32 or fp64; with Q < K the queries sit at the end of the keys.
+        key: `[B, Hkv, K, D]`, query's dtype; Hq is a multiple of Hkv.
+        value: `[B, Hkv, K, D]`, query's dtype.
+        gate: `[N, Hkv]`, exactly 0 or 1, N = B rows or packed segments; bool or int, or float to receive a gradient.
+        mode_pair: `"FA-SSA"`, `"FA-XA"` or `"XA-SSA"`.
+        sink_size: tokens at the beginning of a sequence that SSA attends, at least 0.
+        window_size: tokens up to and including the query that SSA attends, at least 1.
+        start: int32 or int64 `[B]`, first valid key of each row (left padding).
+        cu_seqlens: int32 or int64 `[N + 1]`, bounds of packed segments in the flattened `B * K` tokens, none crossing
+            a row; needs Q == K.
+        kept_blocks: what `block_selection` returned; given exactly when the pair has XA.
+        softcap: scores become `softcap * tanh(scores / softcap)` before masking.
+        sinks: floating point `[Hq]`, a logit per head that joins the softmax's denominator and has no value.
+        scale: factor of the scores, `D ** -0.5` by default.
+        return_lse: also return the log of the softmax's denominator.
+        implementation: `"reference"`, or None to choose.
+
+    Returns:
+        The output `[B, Hq, Q, D]` in query's dtype, zero for padded queries. With `return_lse`, also `[B, Hq, Q]` in
+        float32 (float64 for float64 inputs): the log-denominator of the selected mode, the sink's term included, -inf
+        for padded queries, without gradient.
+
+    Raises:
+        ValueError: an argument that breaks a rule above.
+
+    Numerics:
+        Scores, softmax and sums in float32 (float64 for float64 inputs). Query, key, value and sinks receive gradients
+        through the selected mode only; a float gate receives the inner product of the output's gradient with the
+        sparse minus the retrieval output, summed over its query heads, its sequence's tokens and the dimensions.
+    """
+    if implementation not in (None, "reference"):
+        raise ValueError(f"`implementation` must be None or 'reference' in this build, got {implementation!r}.")
+    if mode_pair not in MODE_PAIRS:
+        raise ValueError(f"`mode_pair` must be one of {', '.join(MODE_PAIRS)}, got {mode_pair!r}.")
+    check_heads(query, key)
+    check_like("value", value, query)
+    if value.shape != key.shape:
+        raise ValueError(f"`value` must have key's shape {tuple(key.shape)}, got {tuple(value.shape)}.")
+    check_positive("sink_size", sink_size, minimum=0)
+    check_positive("window_size", window_size)
+    sequences = check_sequences(query, key, start, cu_seqlens)
+    check_device("gate", gate, query)
+    if gate.shape != (sequences, key.shape[1]):
+        raise ValueError(
+            f"`gate` must be [sequences, key-value heads] = {(sequences, key.shape[1])}, got {tuple(gate.shape)}."
+        )
+    if gate.is_complex():
+        raise ValueError(f"`gate` must be bool, integer or floating point, got {gate.dtype}.")
+    _check_kept_blocks(kept_blocks, mode_pair, sequences, query)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"`softcap` must be positive, got {softcap}.")
+    if sinks is not None:
+        check_device("sinks", sinks, query)
+        if sinks.shape != (query.shape[1],) or not sinks.is_floating_point():
+            raise ValueError(
+                f"`sinks` must be floating point of shape {(query.shape[1],)}, got {sinks.dtype} {tuple(sinks.shape)}."
+            )
+    output, lse = routed_attention_reference(
+        query,
+        key,
+        value,
+        gate,
+        mode_pair=mode_pair,
+        sink_size=sink_size,
+        window_size=window_size,
+        start=start,
+        cu_seqlens=cu_seqlens,
+        kept_blocks=kept_blocks,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+    )
+    return (output, lse) if return_lse else output
+
+
+def _check_kept_blocks(kept_blocks: KeptBlocks | None, mode_pair: str, sequences: int, query: Tensor) -> None:
+    if "XA" not in mode_pair:
+        if kept_blocks is not None:
+            raise ValueError(f"`kept_blocks` must be None for a pair without XA, got one with {mode_pair}.")
+        return
+    if kept_blocks is None:
+        raise ValueError(f"`kept_blocks` must be given for a pair with XA, got None with {mode_pair}.")
+    check_device("kept_blocks", kept_blocks.mask, query)
+    if kept_blocks.mask.shape[:2] != (sequences, query.shape[1]):
+        raise ValueError(
+            f"`kept_blocks` must be for {sequences} sequences and {query.shape[1]} query heads, "
+            f"got a mask of shape {tuple(kept_blocks.mask.shape)}."
+        )

@@ -1,0 +1,196 @@
+"""Generation follows the prompt's routing: the same tokens as recomputing, alone or in a batch, with any cache."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families_zoo import build, perturb_routers
+from peft import get_peft_model
+from transformers import DynamicCache
+
+from elastic_peft import ElasticConfig, calibrate_standardization, forced_routing, last_routing
+
+
+LENGTHS = [40, 17, 25]
+NEW_TOKENS = 12
+
+
+def tokens(length, seed=0):
+    return torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def routed(mode_pair="FA-SSA", **overrides):
+    config = ElasticConfig(
+        mode_pair=mode_pair,
+        sink_size=2,
+        window_size=6,
+        pool_size=4,
+        xattn_block_size=4,
+        xattn_stride=2,
+        xattn_threshold=0.6,
+        task_type="CAUSAL_LM",
+        **overrides,
+    )
+    model = perturb_routers(get_peft_model(build("llama", num_hidden_layers=4), config))
+    calibrate_standardization(model, [{"input_ids": torch.cat([tokens(30, seed) for seed in range(8)])}])
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return routed()
+
+
+def generate(model, **inputs):
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    return model.generate(**{**options, **inputs}, output_logits=True, return_dict_in_generate=True)
+
+
+def logits_of(output, row=0):
+    return torch.stack([step[row] for step in output.logits])
+
+
+def assert_same_logits(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_each_token_equals_one_pass_over_the_whole_sequence_with_the_recorded_decisions(model):
+    prompt = tokens(40)
+    output = generate(model, input_ids=prompt)
+    decisions = last_routing(model).decisions
+    assert decisions.any()
+    assert not decisions.all()
+    with forced_routing(model, decisions):
+        whole = model(output.sequences[:, :-1]).logits[0, prompt.shape[1] - 1 :]
+    assert_same_logits(logits_of(output), whole)
+
+
+@torch.no_grad()
+def test_decode_full_attends_everything_after_the_prompt():
+    model = routed(decode="full")
+    prompt = tokens(40)
+    with forced_routing(model, "sparse"):
+        output = generate(model, input_ids=prompt)
+        cache = DynamicCache(config=model.config)
+        model(prompt, past_key_values=cache)
+    with model.disable_adapter():
+        follow_up = model(output.sequences[:, 40:-1], past_key_values=cache).logits[0]
+    assert_same_logits(logits_of(output)[1:], follow_up)
+
+
+@pytest.mark.parametrize("mode_pair", ["FA-SSA", "FA-XA", "XA-SSA"])
+@torch.no_grad()
+def test_left_padded_batch_generates_what_each_row_generates_alone(mode_pair):
+    model = routed(mode_pair)
+    rows = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    width = max(LENGTHS)
+    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    mask = torch.stack([torch.arange(width) >= width - length for length in LENGTHS]).long()
+    together = generate(model, input_ids=ids, attention_mask=mask)
+    decisions = last_routing(model).decisions
+    assert (decisions != decisions[:1]).any()
+    for index, row in enumerate(rows):
+        alone = generate(model, input_ids=row)
+        assert torch.equal(last_routing(model).decisions[0], decisions[index]), f"row {index}"
+        assert_same_logits(logits_of(together, index), logits_of(alone))
+
+
+@torch.no_grad()
+def test_static_cache_equals_dynamic_cache(model):
+    prompt = tokens(40)
+    static = generate(model, input_ids=prompt, cache_implementation="static", disable_compile=True)
+    assert_same_logits(logits_of(static), logits_of(generate(model, input_ids=prompt)))
+
+
+@torch.no_grad()
+def test_beams_equal_recomputing_every_step(model):
+    prompt = tokens(40)
+    cached = generate(model, input_ids=prompt, num_beams=3, num_return_sequences=3)
+    recomputed = generate(model, input_ids=prompt, num_beams=3, num_return_sequences=3, use_cache=False)
+    assert torch.equal(cached.sequences, recomputed.sequences)
+
+
+@torch.no_grad()
+def test_prompt_lookup_equals_greedy(model):
+    prompt = tokens(20).repeat(1, 2)
+    lookup = generate(model, input_ids=prompt, prompt_lookup_num_tokens=3)
+    assert torch.equal(lookup.sequences, generate(model, input_ids=prompt).sequences)
+
+
+@torch.no_grad()
+def test_second_turn_keeps_the_first_prompts_routes(model):
+    cache = DynamicCache(config=model.config)
+    first = generate(model, input_ids=tokens(40), past_key_values=cache)
+    decisions = last_routing(model).decisions
+    chat = torch.cat([first.sequences, tokens(9, seed=5)], dim=1)
+    second = generate(model, input_ids=chat, past_key_values=cache)
+    assert torch.equal(last_routing(model).decisions, decisions)
+    with forced_routing(model, decisions):
+        whole = model(second.sequences[:, :-1]).logits[0, chat.shape[1] - 1 :]
+    assert_same_logits(logits_of(second), whole)
+
+
+@torch.no_grad()
+def test_a_copied_prefix_cache_carries_its_routes(model):
+    cache = DynamicCache(config=model.config)
+    model(tokens(40), past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    suffix = tokens(3, seed=9)
+    with forced_routing(model, "retrieval"):
+        assert torch.equal(model(suffix, past_key_values=copied).logits, model(suffix, past_key_values=cache).logits)
+
+
+@torch.no_grad()
+def test_a_reset_cache_routes_its_next_prompt_afresh(model):
+    cache = DynamicCache(config=model.config)
+    with forced_routing(model, "sparse"):
+        model(tokens(40), past_key_values=cache)
+    cache.reset()
+    fresh = model(tokens(40, seed=3), past_key_values=cache).logits
+    assert torch.equal(fresh, model(tokens(40, seed=3)).logits)
+
+
+@torch.no_grad()
+def test_sampling_with_a_seed_repeats(model):
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(generate(model, input_ids=tokens(40), do_sample=True).sequences)
+    assert torch.equal(*outputs)
+
+
+@torch.no_grad()
+def test_packed_rows_give_the_logits_of_the_separate_sequences():
+    model = routed()
+    model.base_model.model.set_attn_implementation("sdpa")
+    rows = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    position_ids = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    packed = model(torch.cat(rows, dim=1), position_ids=position_ids, use_cache=False).logits[0]
+    decisions = last_routing(model).decisions
+    for index, (row, part) in enumerate(zip(rows, packed.split(LENGTHS))):
+        torch.testing.assert_close(part, model(row).logits[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(last_routing(model).decisions[0], decisions[index])
+
+
+@torch.no_grad()
+def test_later_set_attn_implementation_takes_effect_in_routed_layers():
+    model = routed()
+    prompt = tokens(40)
+    with forced_routing(model, "retrieval"):
+        for implementation in ("sdpa", "eager"):
+            model.base_model.model.set_attn_implementation(implementation)
+            routed_logits = model(prompt).logits
+            with model.disable_adapter():
+                assert torch.equal(model(prompt).logits, routed_logits)
+
+
+@torch.no_grad()
+def test_model_compiles_as_one_graph():
+    model = routed()
+    prompt = tokens(40)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_same_logits(compiled(prompt, use_cache=False).logits, model(prompt, use_cache=False).logits)

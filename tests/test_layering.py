@@ -1,0 +1,109 @@
+"""Reads the imports of every source file and holds the package's one direction of flow."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "elastic_peft"
+KERNELS = ROOT / "kernels" / "torch-ext" / "elastic_kernels"
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")])
+
+# A module imports only modules on lines above its own.
+ORDER = [
+    ["config", "gating", "router", "families", "sequences", "sparsity", "cache", "report"],
+    ["context"],
+    ["attention"],
+    ["layer"],
+    ["hooks"],
+    ["attachment", "standardization"],
+    ["model"],
+    ["registration"],
+    ["data", "trainer_config"],
+    ["trainer"],
+    ["__init__"],
+]
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+
+HEAVY = {"trl", "datasets", "triton", "matplotlib"}
+TRAINING = {"data", "trainer_config", "trainer"}  # imported on first use only, see `elastic_peft.__getattr__`
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def imported(tree):
+    """Absolute names of everything that `tree` imports, with relative imports seen from `elastic_peft`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = "elastic_peft" if node.level else None
+            name = ".".join(filter(None, [package, node.module]))
+            yield name
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def imported_at_once(tree):
+    """The same, of what runs when the module is imported: outside functions and `if TYPE_CHECKING`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield from imported(node)
+
+
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_every_module_has_its_place():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set(RANK)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_imports_flow_one_way(path):
+    modules = {name.split(".")[1] for name in imported(parse(path)) if name.startswith("elastic_peft.")} & set(RANK)
+    against = sorted(name for name in modules if RANK[name] >= RANK[path.stem])
+    assert not against, f"{path.stem} must not import {against}, which do not come before it"
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=relative)
+def test_kernels_do_not_know_the_adapter(path):
+    names = [name for name in imported(parse(path)) if name.split(".")[0] in ("peft", "transformers")]
+    names += ["elastic_peft"] if "elastic_peft" in path.read_text(encoding="utf-8") else []
+    assert not names, f"elastic_kernels must not import {names}"
+
+
+def test_only_the_attention_calls_the_kernels():
+    users = {p.stem for p in PACKAGE.rglob("*.py") if any(n.startswith("elastic_kernels") for n in imported(parse(p)))}
+    assert users == {"attention"}
+
+
+def test_only_the_registration_extends_peft_type():
+    owners = [relative(path) for path in SOURCES if "_member_map_" in path.read_text(encoding="utf-8")]
+    assert owners == ["elastic_peft/registration.py"]
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.stem not in TRAINING], ids=relative)
+def test_heavy_packages_are_imported_on_use(path):
+    heavy = {name.split(".")[0] for name in imported_at_once(parse(path))} & HEAVY
+    training = {name for name in imported_at_once(parse(path)) if name.split(".")[:1] == ["elastic_peft"]}
+    training = {name.split(".")[1] for name in training if "." in name} & TRAINING
+    assert not heavy | training, f"import {sorted(heavy | training)} inside the function that needs it"
+
+
+def test_the_package_does_not_know_its_recipes():
+    users = [relative(p) for p in SOURCES if any(n.split(".")[0] in ("recipes", "tests") for n in imported(parse(p)))]
+    assert users == []
+
+
+@pytest.mark.parametrize("folder", ["kernels", "kernels/torch-ext", "recipes", "tests"])
+def test_folders_that_are_no_packages(folder):
+    tops = [ROOT / folder / "__init__.py"] if folder.startswith("kernels") else (ROOT / folder).rglob("__init__.py")
+    found = [relative(path) for path in tops if path.exists()]
+    assert found == [], "an `__init__.py` here would shadow an installed package of the same name"

@@ -1,0 +1,92 @@
+import sys
+
+import pytest
+import torch
+
+from elastic_peft.report import routing_png, routing_table
+
+
+def decisions(sequences=3, layers=4, heads=2):
+    return torch.rand(sequences, layers, heads, generator=torch.Generator().manual_seed(0)) > 0.5
+
+
+def test_table_aligns_numbers_right_and_text_left():
+    rows = [{"task": "single_qa", "n": 8, "MSR": 0.68125}, {"task": "code", "n": 128, "MSR": 1.0}]
+    assert routing_table(rows) == (
+        "task         n    MSR\n---------  ---  -----\nsingle_qa    8  0.681\ncode       128  1.000"
+    )
+
+
+def test_table_shows_a_missing_value_as_a_dash():
+    table = routing_table([{"task": "code", "ESR": 0.5}, {"task": "qa", "ESR": None}, {"task": "sum", "NLL": 2.0}])
+    assert [line.split() for line in table.splitlines()[2:]] == [
+        ["code", "0.500", "-"],
+        ["qa", "-", "-"],
+        ["sum", "-", "2.000"],
+    ]
+
+
+def test_table_without_rows_is_refused():
+    with pytest.raises(ValueError, match="`rows` must hold at least one row"):
+        routing_table([])
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(4, 2), (1, 1), (36, 8)], ids=["4x2", "1x1", "36x8"])
+def test_png_is_a_picture_with_more_than_one_colour(tmp_path, layers, heads):
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "routing.png"
+    routing_png({"code": decisions(3, layers, heads), "qa": decisions(1, layers, heads)}, path, title="tiny")
+    pixels = image.imread(path)
+    assert pixels.shape[2] == 4
+    assert pixels.min() < pixels.max()
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that `routing_png` saves."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    saved = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **kwargs: saved.append(self))
+    return saved
+
+
+def test_png_panel_shows_the_share_of_sequences_that_are_sparse(figures):
+    given = decisions(5)
+    routing_png({"code": given, "qa": ~given}, "unused.png")
+    panels = [ax.images[0] for ax in figures[0].axes if ax.images]
+    expected = given.double().mean(dim=0).T
+    torch.testing.assert_close(torch.tensor(panels[0].get_array().data).double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.tensor(panels[1].get_array().data).double(), 1 - expected, atol=1e-6, rtol=0)
+    assert {panel.get_clim() for panel in panels} == {(0, 1)}, "panels must share one colour scale"
+
+
+def test_png_labels_the_given_layers(figures):
+    routing_png({"code": decisions(layers=4)}, "unused.png", layers=[3, 7, 11, 15])
+    assert [label.get_text() for label in figures[0].axes[0].get_xticklabels()] == ["3", "7", "11", "15"]
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "message"),
+    [
+        ({}, None, "must hold at least one task"),
+        ({"qa": decisions().float()}, None, r"`decisions_by_task\['qa'\]` must be bool"),
+        ({"qa": decisions()[0]}, None, r"must be bool \[N, L, H\], got torch.bool \(4, 2\)"),
+        ({"qa": decisions()[:0]}, None, r"must be bool \[N, L, H\], got torch.bool \(0, 4, 2\)"),
+        (
+            {"qa": decisions(), "code": decisions(heads=1)},
+            None,
+            r"`decisions_by_task\['code'\]` must have the 4",
+        ),
+        ({"qa": decisions()}, [1, 2], "`layers` must name the 4 routed layers, got 2"),
+    ],
+    ids=["no-task", "float", "two-dimensional", "no-sequence", "other-heads", "other-layers"],
+)
+def test_png_refuses(tmp_path, given, layers, message):
+    with pytest.raises(ValueError, match=message):
+        routing_png(given, tmp_path / "routing.png", layers=layers)
+
+
+def test_png_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"elastic_peft\[report\]"):
+        routing_png({"code": decisions()}, tmp_path / "routing.png")

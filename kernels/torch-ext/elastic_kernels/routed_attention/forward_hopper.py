@@ -37,6 +37,10 @@ _STAGES = gl.constexpr(2)
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 
+# Triton 3.9 renamed the copy.
+_copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
 @gluon.jit
 def _load_tile(desc, row, head, first, use, ring):
     """Copies the rows from `first` on into the `use`-th buffer of the ring, once its last readers have left it."""
@@ -44,7 +48,7 @@ def _load_tile(desc, row, head, first, use, ring):
     slot = use % _STAGES
     mbarrier.wait(empty.index(slot), (use // _STAGES & 1) ^ 1)
     mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [row, head, first, 0], ready.index(slot), buffers.index(slot))
+    _copy_tile(desc, [row, head, first, 0], ready.index(slot), buffers.index(slot))
 
 
 @gluon.jit
@@ -62,9 +66,7 @@ def _produce(shared, descs, free_keys, XA_BLOCK: gl.constexpr):
 
     mbarrier.expect(q_ready, _GROUPS * q_desc.block_type.nbytes)
     for group in gl.static_range(_GROUPS):
-        tma.async_copy_global_to_shared(
-            q_desc, [row, head, q_first + group * ROWS, 0], q_ready, q_buffers.index(group)
-        )
+        _copy_tile(q_desc, [row, head, q_first + group * ROWS, 0], q_ready, q_buffers.index(group))
     previous = 0
     for t in range(num_tiles):
         free = t - num_masked
@@ -462,6 +464,6 @@ def routed_attention_forward_hopper(
             HAS_START=start is not None, HAS_CU_SEQLENS=packed, HAS_SINKS=sinks is not None, XA_BLOCK=xa_block,
             BLOCK_G=triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
             STORED=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]),
-            num_warps=4, maxnreg=_LAUNCH_REGISTERS,
+            num_warps=4, maxnreg=_LAUNCH_REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse

@@ -1,7 +1,14 @@
 """Shared fixtures: a tiny random decoder, adapters that send its heads both ways, and inputs long enough to differ."""
 
-import pytest
+import os
+
 import torch
+
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which peft and transformers do
+
+import pytest
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 

@@ -28,6 +28,8 @@ ORDER = [
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 HEAVY = {"trl", "datasets", "triton", "matplotlib"}
+# Files that define kernels need Triton at once; nothing imports them before a kernel runs.
+KERNEL_FILES = {path for path in KERNELS.rglob("*.py") if "@triton.jit" in path.read_text() or path.stem == "_launch"}
 TRAINING = {"data", "trainer_config", "trainer"}  # imported on first use only, see `elastic_peft.__getattr__`
 
 
@@ -89,11 +91,16 @@ def test_only_the_registration_extends_peft_type():
     assert owners == ["elastic_peft/registration.py"]
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.stem not in TRAINING], ids=relative)
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.stem not in TRAINING and path not in KERNEL_FILES], ids=relative
+)
 def test_heavy_packages_are_imported_on_use(path):
     heavy = {name.split(".")[0] for name in imported_at_once(parse(path))} & HEAVY
     training = {name for name in imported_at_once(parse(path)) if name.split(".")[:1] == ["elastic_peft"]}
     training = {name.split(".")[1] for name in training if "." in name} & TRAINING
+    kernels = {path.stem for path in KERNEL_FILES} if KERNELS in path.parents else set()
+    kernels &= {name.split(".")[-1] for name in imported_at_once(parse(path))}
+    assert not kernels, f"import {sorted(kernels)} inside the function that needs it"
     assert not heavy | training, f"import {sorted(heavy | training)} inside the function that needs it"
 
 

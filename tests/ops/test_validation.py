@@ -56,7 +56,7 @@ SHARED = {
     "bounds-crossing": ({"cu_seqlens": torch.tensor([0, 8, 24])}, "`cu_seqlens` must not cross a row of 12 .*8:24"),
 }
 ROUTED = {
-    "implementation": ({"implementation": "triton"}, "`implementation` must be None or 'reference' .* got 'triton'"),
+    "implementation": ({"implementation": "cuda"}, "`implementation` must be None or one of .* got 'cuda'"),
     "mode-pair": ({"mode_pair": "SSA-FA"}, "`mode_pair` must be one of FA-SSA, FA-XA, XA-SSA, got 'SSA-FA'"),
     "value-dtype": ({"value": VALUE.half()}, "`value` must have query's dtype torch.float64, got torch.float16"),
     "value-shape": ({"value": VALUE[:, :1]}, r"`value` must have key's shape \(2, 2, 12, 8\), got \(2, 1, 12, 8\)"),

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from .._validation import check_device, check_heads, check_like, check_positive, check_sequences
 from ..block_selection import KeptBlocks
+from .dispatch import choose_implementation
 from .reference import routed_attention_reference
 
 
@@ -49,7 +50,8 @@ def routed_attention(
         sinks: floating point `[Hq]`, a logit per head that joins the softmax's denominator and has no value.
         scale: factor of the scores, `D ** -0.5` by default.
         return_lse: also return the log of the softmax's denominator.
-        implementation: `"reference"`, or None to choose.
+        implementation: None to choose, or `"reference"` (plain torch, any device), `"triton"` or `"hopper"` (fused
+            kernels, forward only); a named one never gives way to another.
 
     Returns:
         The output `[B, Hq, Q, D]` in query's dtype, zero for padded queries. With `return_lse`, also `[B, Hq, Q]` in
@@ -64,8 +66,6 @@ def routed_attention(
         through the selected mode only; a float gate receives the inner product of the output's gradient with the
         sparse minus the retrieval output, summed over its query heads, its sequence's tokens and the dimensions.
     """
-    if implementation not in (None, "reference"):
-        raise ValueError(f"`implementation` must be None or 'reference' in this build, got {implementation!r}.")
     if mode_pair not in MODE_PAIRS:
         raise ValueError(f"`mode_pair` must be one of {', '.join(MODE_PAIRS)}, got {mode_pair!r}.")
     check_heads(query, key)
@@ -91,7 +91,10 @@ def routed_attention(
             raise ValueError(
                 f"`sinks` must be floating point of shape {(query.shape[1],)}, got {sinks.dtype} {tuple(sinks.shape)}."
             )
-    output, lse = routed_attention_reference(
+    chosen = choose_implementation(
+        implementation, query, key, value, gate, kept_blocks=kept_blocks, softcap=softcap, sinks=sinks
+    )
+    output, lse = _IMPLEMENTATIONS[chosen](
         query,
         key,
         value,
@@ -104,9 +107,24 @@ def routed_attention(
         kept_blocks=kept_blocks,
         softcap=softcap,
         sinks=sinks,
-        scale=scale,
+        scale=query.shape[3] ** -0.5 if scale is None else scale,
     )
     return (output, lse) if return_lse else output
+
+
+def _triton(*inputs, **options):
+    from .forward import routed_attention_forward
+
+    return routed_attention_forward(*inputs, **options)
+
+
+def _hopper(*inputs, softcap, **options):
+    from .forward_hopper import routed_attention_forward_hopper
+
+    return routed_attention_forward_hopper(*inputs, **options)
+
+
+_IMPLEMENTATIONS = {"reference": routed_attention_reference, "triton": _triton, "hopper": _hopper}
 
 
 def _check_kept_blocks(kept_blocks: KeptBlocks | None, mode_pair: str, sequences: int, query: Tensor) -> None:

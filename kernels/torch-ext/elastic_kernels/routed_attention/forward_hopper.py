@@ -388,9 +388,9 @@ def _routed_attention_fwd_hopper_kernel(
     )
 
 
-def supports(query, key, value, *, kept_blocks=None, softcap=None, **_) -> bool:
-    """Whether this kernel computes the call: its device, dtype, head_dim, memory layout and options."""
-    if query.device.type != "cuda" or compute_capability(query.device.index) != 90:
+def supports(query, key, value, *, kept_blocks=None, softcap=None) -> bool:
+    """Whether this kernel computes a call on a CUDA device: capability, dtype, head_dim, memory layout and options."""
+    if compute_capability(query.device.index) != 90:
         return False
     if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[3] not in (64, 128) or softcap is not None:
         return False

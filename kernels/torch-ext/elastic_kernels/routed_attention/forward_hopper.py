@@ -337,7 +337,7 @@ def _routed_attention_fwd_hopper_kernel(
         first_query, last_query, sink, window, block_sparse, XA_BLOCK, KEYS
     )
     num_tiles = num_masked + (free_end - free_begin) // KEYS
-    kept_ptr = list_ptr
+    kept_ptr = gate_ptr  # a stand-in where no head has a list: roles take no missing pointers
     if XA_BLOCK > 0:
         list_row = (sequence.to(gl.int64) * num_kv_heads * GROUP + head) * list_rows + tile * BLOCK_M // XA_BLOCK
         kept_ptr = list_ptr + list_row * list_columns

@@ -2,9 +2,9 @@
 
     python kernels/benchmarks/prefill.py --lengths 8192 32768 131072 --shares 0 0.75 --output rows.json
 
-Baselines are causal: cuDNN and FA2 through SDPA, flash-attn-4 when it can be imported, and `serial-fa4`: the full heads
-gathered into one flash-attn-4 call, the others into one streaming launch, scattered back. Refuses to time a kernel that
-disagrees with float32 attention. Rounds of all candidates alternate, so that heat and power limits meet all of them;
+Baselines are causal: cuDNN and FA2 through SDPA, flash-attn-4 when it can be imported, and `serial-fa4`: the full
+heads gathered into one flash-attn-4 call, the others into one streaming launch, scattered back. Refuses to time a
+kernel that disagrees with float32 attention. Rounds of all candidates alternate, so that heat and power limits meet all of them;
 short launches are replayed from a CUDA graph, which leaves out the host.
 """
 
@@ -85,8 +85,7 @@ def serial(inputs: list[torch.Tensor], gate: torch.Tensor, implementation: str |
     all_sparse = torch.ones(1, len(sparse), dtype=torch.bool, device="cuda")
 
     def run():
-        query, key, value = rows
-        output = torch.empty_like(query)
+        output = torch.empty_like(rows[0])
         dense = flash_attn_4(*(x.index_select(2, n) for x, n in zip(rows, (full_queries, full, full))))
         output.index_copy_(2, full_queries, dense)
         gathered = (x.index_select(2, n).transpose(1, 2) for x, n in zip(rows, (sparse_queries, sparse, sparse)))

@@ -29,7 +29,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 HEAVY = {"trl", "datasets", "triton", "matplotlib"}
 # Files that define kernels need Triton at once; nothing imports them before a kernel runs.
-KERNEL_FILES = {path for path in KERNELS.rglob("*.py") if "@triton.jit" in path.read_text() or path.stem == "_launch"}
+KERNEL_FILES = {path for path in KERNELS.rglob("*.py") if "\nimport triton\n" in path.read_text(encoding="utf-8")}
 TRAINING = {"data", "trainer_config", "trainer"}  # imported on first use only, see `elastic_peft.__getattr__`
 
 

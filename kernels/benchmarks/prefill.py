@@ -4,8 +4,8 @@
 
 Baselines are causal: cuDNN and FA2 through SDPA, flash-attn-4 when it can be imported, and `serial-fa4`: the full
 heads gathered into one flash-attn-4 call, the others into one streaming launch, scattered back. Refuses to time a
-kernel that disagrees with float32 attention. Rounds of all candidates alternate, so that heat and power limits meet all of them;
-short launches are replayed from a CUDA graph, which leaves out the host.
+kernel that disagrees with float32 attention. Rounds of all candidates alternate, so that heat and power limits meet
+all of them; short launches are replayed from a CUDA graph, which leaves out the host.
 """
 
 import argparse

@@ -91,6 +91,16 @@ def test_standardizer_floors_the_deviation():
     assert standardizer.deviation[0, 0] == torch.tensor(1e-4)
 
 
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_casting_the_model_keeps_the_statistics(cast):
+    standardizer = InputStandardizer(1, 2)
+    mean, deviation = torch.tensor([[100.3, -7.7]]), torch.tensor([[0.011, 0.3]])
+    standardizer.calibrate(mean, deviation)
+    getattr(standardizer, cast)()
+    assert torch.equal(standardizer.mean, mean)
+    assert torch.equal(standardizer.deviation, deviation)
+
+
 @pytest.fixture
 def model():
     return get_peft_model(build("llama"), ElasticConfig(sink_size=2, window_size=8, pool_size=3))

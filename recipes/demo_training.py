@@ -113,6 +113,7 @@ def train(
         logging_steps=profile.logging_steps,
         save_strategy="no",
         report_to="none",
+        disable_tqdm=False,
         gradient_checkpointing=False,
         use_cpu=device == "cpu",
         bf16=device != "cpu",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .attention import ATTENTION_NAME
-from .context import decoder_scope, routed_decoder
+from .context import DecoderScopes, decoder_scope, routed_decoder
 from .families import RoutedLayer
 from .hooks import DecoderHook, pass_labels, route_attention
 from .layer import ElasticLayer
@@ -37,6 +37,7 @@ def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
             module.elastic_handles = [module.register_forward_pre_hook(route_attention, with_kwargs=True)]
     if hasattr(decoder, "elastic_handles"):
         return
+    decoder.elastic_scopes = DecoderScopes()
     decoder.elastic_handles = [
         decoder.register_forward_pre_hook(DecoderHook(), with_kwargs=True),
         model.register_load_state_dict_pre_hook(check_router_weights),
@@ -54,6 +55,7 @@ def detach(model: nn.Module) -> None:
         if isinstance(getattr(module, "router", None), ElasticLayer):
             _detach_router(module)
         _remove_handles(module)
+        module.__dict__.pop("elastic_scopes", None)
     model.__dict__.pop("generate", None)
 
 

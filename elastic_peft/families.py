@@ -209,6 +209,8 @@ def _identity_rotary(decoder: nn.Module, hidden_states: torch.Tensor):
     """The decoder's own rotary embedding with every angle zero: cos 1 and sin 0, or the complex 1."""
     rotary = decoder.rotary_emb
     positions = torch.zeros(1, hidden_states.shape[1], dtype=torch.long, device=hidden_states.device)
+    if hasattr(rotary, "mrope_section"):  # a row of positions for each axis of an image, for text too
+        positions = positions.expand(len(rotary.mrope_section), -1, -1)
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         embedding = rotary(hidden_states, positions, "full_attention")
     else:

@@ -162,6 +162,17 @@ def test_a_reset_cache_routes_its_next_prompt_afresh(model, make_cache):
     assert_same_logits(fresh, model(tokens(40, seed=3)).logits)
 
 
+@pytest.mark.parametrize("unused", ["inputs_embeds", "inputs"])
+@torch.no_grad()
+def test_an_input_given_as_none_leaves_the_prompt_pinned(model, unused):
+    options = {"input_ids": tokens(40), "use_cache": False}
+    expected = generate(model, **options)
+    logits = last_routing(model).logits
+    output = generate(model, **options, **{unused: None})
+    assert torch.equal(last_routing(model).logits, logits)
+    assert torch.equal(output.sequences, expected.sequences)
+
+
 @torch.no_grad()
 def test_sampling_with_a_seed_repeats(model):
     outputs = []

@@ -201,13 +201,15 @@ def test_reentrant_checkpointing_is_refused(model, inputs):
 
 
 @pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
-@pytest.mark.parametrize("given", ["argument", "generation_config"])
+@pytest.mark.parametrize("given", ["argument", "generation_config", "generation_config_by_position"])
 def test_chunked_prefill_is_refused(make_routed, inputs, given, task_type):
-    options = {"prefill_chunk_size": 8}
-    if given == "generation_config":
-        options = {"generation_config": GenerationConfig(**options)}
+    args, options = (), {**inputs, "prefill_chunk_size": 8}
+    if given != "argument":
+        options["generation_config"] = GenerationConfig(prefill_chunk_size=options.pop("prefill_chunk_size"))
+    if given == "generation_config_by_position":
+        args = (options.pop("input_ids"), options.pop("generation_config"))
     with pytest.raises(ValueError, match="`prefill_chunk_size` must be None with an ELASTIC adapter, got 8"):
-        make_routed(task_type=task_type).generate(**inputs, **options, max_new_tokens=2)
+        make_routed(task_type=task_type).generate(*args, **options, max_new_tokens=2)
 
 
 def test_a_cache_filled_without_routing_is_refused(model, inputs):

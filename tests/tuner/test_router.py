@@ -153,15 +153,16 @@ def test_padding_is_never_pooled(model, side):
     torch.testing.assert_close(pooled, pooled_keys(model, input_ids=ids))
 
 
-@pytest.mark.parametrize("given_by", ["labels", "prompt_end"])
+@pytest.mark.parametrize("given_by", ["labels", "labels-without-prompt_end", "prompt_end"])
 def test_answers_are_never_pooled(model, given_by):
     ids = tokens(1, 20)
-    if given_by == "labels":
-        labels = ids.clone()
-        labels[:, :12] = -100
-        inputs = {"labels": labels}
-    else:
-        inputs = {"prompt_end": torch.tensor([12])}
+    labels = ids.clone()
+    labels[:, :12] = -100
+    inputs = {
+        "labels": {"labels": labels},
+        "labels-without-prompt_end": {"labels": labels, "prompt_end": None},
+        "prompt_end": {"prompt_end": torch.tensor([12])},
+    }[given_by]
     pooled = pooled_keys(model, input_ids=ids, **inputs)
     torch.testing.assert_close(pooled, pooled_keys(model, input_ids=ids[:, :12]))
 

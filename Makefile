@@ -28,6 +28,7 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv --without-pip $(VENV_ARGS) $(VENV)
 	$(PYTHON) -m pip --python $(VENV)/bin/python install --quiet --ignore-installed pip
 
+# setuptools warns about every editable install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/bin/pip
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	PYTHONWARNINGS=ignore $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@

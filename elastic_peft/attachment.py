@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from .attention import ATTENTION_NAME
-from .context import decoder_scope, routed_decoder
+from .context import DecoderScopes, decoder_scope, routed_decoder
 from .families import RoutedLayer
 from .hooks import DecoderHook, pass_labels, route_attention
 from .layer import ElasticLayer
@@ -37,6 +38,7 @@ def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
             module.elastic_handles = [module.register_forward_pre_hook(route_attention, with_kwargs=True)]
     if hasattr(decoder, "elastic_handles"):
         return
+    decoder.elastic_scopes = DecoderScopes()
     decoder.elastic_handles = [
         decoder.register_forward_pre_hook(DecoderHook(), with_kwargs=True),
         model.register_load_state_dict_pre_hook(check_router_weights),
@@ -54,6 +56,7 @@ def detach(model: nn.Module) -> None:
         if isinstance(getattr(module, "router", None), ElasticLayer):
             _detach_router(module)
         _remove_handles(module)
+        module.__dict__.pop("elastic_scopes", None)
     model.__dict__.pop("generate", None)
 
 
@@ -84,11 +87,14 @@ def generate_routed(model: nn.Module, *args: Any, **kwargs: Any):
     Raises:
         ValueError: `prefill_chunk_size` is set: a prompt is routed by both of its ends, which chunks keep apart.
     """
-    generation_config = kwargs.get("generation_config") or model.generation_config
-    chunk = kwargs.get("prefill_chunk_size", getattr(generation_config, "prefill_chunk_size", None))
+    given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
+    given.update(given.pop("kwargs", {}))
+    generation_config = given.get("generation_config") or model.generation_config
+    chunk = given.get("prefill_chunk_size", getattr(generation_config, "prefill_chunk_size", None))
     if chunk is not None:
         raise ValueError(f"`prefill_chunk_size` must be None with an ELASTIC adapter, got {chunk}.")
-    inputs = kwargs.get("inputs_embeds", kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)))
+    names = ("inputs_embeds", "input_ids", "inputs")
+    inputs = next((given[name] for name in names if given.get(name) is not None), None)
     scope = decoder_scope(routed_decoder(model))
     outer = scope.prompt_end
     scope.prompt_end = None if inputs is None else inputs.shape[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,7 +154,7 @@ class ForwardState:
     pooling: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
-class _DecoderScope:
+class DecoderScope:
     """What one thread has set for one decoder."""
 
     def __init__(self):
@@ -167,17 +166,23 @@ class _DecoderScope:
         self.record: RoutingRecord | None = None
 
 
-_threads = threading.local()
+class DecoderScopes(threading.local):
+    """Each thread's scope for the decoder it sits on; never copied or saved with the decoder."""
+
+    # torch.compile loses what is written to a thread-local itself, so it holds an ordinary object.
+    def __init__(self):
+        self.current = DecoderScope()
+
+    def __deepcopy__(self, memo):
+        return DecoderScopes()
+
+    def __reduce__(self):
+        return DecoderScopes, ()
 
 
-def decoder_scope(decoder: nn.Module) -> _DecoderScope:
+def decoder_scope(decoder: nn.Module) -> DecoderScope:
     """The calling thread's scope for `decoder`."""
-    scopes = getattr(_threads, "scopes", None)
-    if scopes is None:
-        scopes = _threads.scopes = weakref.WeakKeyDictionary()
-    if decoder not in scopes:
-        scopes[decoder] = _DecoderScope()
-    return scopes[decoder]
+    return decoder.elastic_scopes.current
 
 
 def routed_decoder(model: nn.Module) -> nn.Module:

@@ -61,6 +61,8 @@ def describe_model(model: nn.Module) -> DecoderSpec:
         ValueError: no layer can be routed; the message gives the reason.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"`model` must be a decoder alone, got {model_type}: an encoder-decoder.")
     decoder_name, decoder = _find_decoder(model, model_type)
     routed, skipped = [], {}
     for position, layer in enumerate(decoder.layers):
@@ -105,13 +107,13 @@ def pre_rotary_keys(attention: nn.Module, hidden_states: torch.Tensor) -> torch.
 
 
 class KeyProbe:
-    """Stands in for a route: catches the keys that reach the attention function."""
+    """Stands in for a route: catches the keys and the mask that reach the attention function."""
 
     def __init__(self):
-        self.keys = None
+        self.keys = self.mask = None
 
     def attend(self, module, query, key, value, attention_mask, **kwargs):
-        self.keys = key
+        self.keys, self.mask = key, attention_mask
         return query.transpose(1, 2).contiguous(), None
 
 
@@ -127,7 +129,8 @@ def check_pre_rotary_keys(model: nn.Module, decoder_name: str, layers: Sequence[
         layers: routed layers; their attention modules must already use the elastic attention function.
 
     Raises:
-        ValueError: the route does not reach the attention function, or other keys do than the router would see.
+        ValueError: the route does not reach the attention function, or other keys do than the router would see, or a
+            mask of the layer's own making.
     """
     decoder = model.get_submodule(decoder_name)
     seen = set()
@@ -137,17 +140,22 @@ def check_pre_rotary_keys(model: nn.Module, decoder_name: str, layers: Sequence[
         if type(attention) in seen or any(weight.is_meta for weight in _base_weights(layer)):
             continue
         seen.add(type(attention))
-        hidden, keys = _probe(decoder, layer, attention)
-        if keys is None:
+        hidden, probe = _probe(decoder, layer, attention)
+        if probe.keys is None:
             raise ValueError(
                 f"`model` must hand keyword arguments down to its attention, got {type(layer).__name__}: "
                 "it drops keyword arguments, so routing cannot reach the attention."
             )
         expected = pre_rotary_keys(attention, hidden).transpose(1, 2)
-        if not torch.allclose(keys.float(), expected.float(), rtol=1e-2, atol=1e-3):
+        if not torch.allclose(probe.keys.float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise ValueError(
                 f"`model` must rotate the normalised output of its key projection, got {type(attention).__name__}: "
                 "its keys are changed between the rotary embedding and the attention."
+            )
+        if probe.mask is not None:
+            raise ValueError(
+                f"`model` must leave the attention mask to its decoder, got {type(attention).__name__}: it makes its "
+                "own, which a sparse head would not see."
             )
 
 
@@ -155,8 +163,8 @@ def _base_weights(layer) -> list[nn.Parameter]:
     return [weight for name, weight in layer.named_parameters() if ".elastic_" not in name]
 
 
-def _probe(decoder, layer, attention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Input of the attention module and the keys that reached its attention function, for one pass of `layer`."""
+def _probe(decoder, layer, attention) -> tuple[torch.Tensor, KeyProbe]:
+    """Input of the attention module and what reached its attention function, for one pass of `layer` without mask."""
     weight = next(weight for weight in _base_weights(layer) if weight.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, decoder.config.hidden_size, generator=generator)
@@ -181,7 +189,7 @@ def _probe(decoder, layer, attention) -> tuple[torch.Tensor, torch.Tensor | None
     finally:
         handle.remove()
         layer.train(was_training)
-    return caught["input"], probe.keys
+    return caught["input"], probe
 
 
 def _find_decoder(model: nn.Module, model_type: str) -> tuple[str, nn.Module]:
@@ -201,6 +209,8 @@ def _identity_rotary(decoder: nn.Module, hidden_states: torch.Tensor):
     """The decoder's own rotary embedding with every angle zero: cos 1 and sin 0, or the complex 1."""
     rotary = decoder.rotary_emb
     positions = torch.zeros(1, hidden_states.shape[1], dtype=torch.long, device=hidden_states.device)
+    if hasattr(rotary, "mrope_section"):  # a row of positions for each axis of an image, for text too
+        positions = positions.expand(len(rotary.mrope_section), -1, -1)
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         embedding = rotary(hidden_states, positions, "full_attention")
     else:
@@ -221,6 +231,8 @@ def _refusal(decoder, layer, attention, position) -> str | None:
         return "its attention has no `k_proj` or `qkv_proj`"
     if not hasattr(attention, "head_dim"):
         return "its attention has no `head_dim`"
+    if not (getattr(attention, "is_causal", True) and getattr(decoder.config, "is_causal", True)):
+        return "its attention is not causal, as every mode is"
     window = _sliding_window(decoder.config, attention, position)
     if window is not None:
         return window

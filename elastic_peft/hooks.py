@@ -18,6 +18,8 @@ class DecoderHook:
     """Pre-forward hook of the decoder: works out the forward pass's `ForwardState` and hands it to the layers."""
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        if len(args) > 1:  # a decoder that is called directly may be given its mask or cache by position
+            args, kwargs = (), {**dict(zip(inspect.signature(decoder.forward).parameters, args)), **kwargs}
         given = {name: kwargs.pop(name, None) for name in ("elastic_tape", "elastic_labels", "prompt_end")}
         routers = active_routers(decoder)
         if not routers:
@@ -132,7 +134,7 @@ def pass_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
     labels = kwargs.get("labels")
     if labels is None and len(args) > 1:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
-    if labels is not None and "prompt_end" not in kwargs:
+    if labels is not None and kwargs.get("prompt_end") is None:
         kwargs["elastic_labels"] = labels
     return args, kwargs
 

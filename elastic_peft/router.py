@@ -64,13 +64,23 @@ class InputStandardizer(nn.Module):
     Args:
         num_key_value_heads: H.
         head_dim: dimension of a head.
+
+    Numerics: the statistics stay in float32 when the model is cast to another dtype.
     """
 
     def __init__(self, num_key_value_heads: int, head_dim: int):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(num_key_value_heads, head_dim))
-        self.register_buffer("deviation", torch.ones(num_key_value_heads, head_dim))
+        self.register_buffer("mean", torch.zeros(num_key_value_heads, head_dim, dtype=torch.float32))
+        self.register_buffer("deviation", torch.ones(num_key_value_heads, head_dim, dtype=torch.float32))
         self.register_buffer("calibrated", torch.zeros((), dtype=torch.uint8))
+
+    def _apply(self, fn, recurse=True):
+        # Small differences between large keys decide: casting the model must not round the statistics.
+        def keep_dtype(tensor):
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
 
     @torch.no_grad()
     def calibrate(self, mean: torch.Tensor, deviation: torch.Tensor) -> None:

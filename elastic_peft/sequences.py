@@ -60,7 +60,8 @@ def find_sequences(
         packed: whether `position_ids` may describe packed rows.
 
     Raises:
-        ValueError: a row with padding inside it; `prompt_end` of another dtype or number of sequences.
+        ValueError: a row with padding inside it; a mask of another kind, or one that hides more or less than padding
+            and later tokens; `prompt_end` of another dtype or number of sequences.
     """
     if cu_seqlens is None and packed and attention_mask is None and position_ids is not None:
         cu_seqlens = _packed_boundaries(position_ids, batch_size)
@@ -72,11 +73,15 @@ def find_sequences(
         origin = first
     else:
         origin = torch.arange(batch_size, device=device) * length
-        valid = _valid_columns(attention_mask, length, device)
-        if valid is None:
+        visible = _visible(attention_mask, device)
+        if visible is None:
             first, end = origin, origin + length
         else:
+            # By a 4D mask, a prompt's last token sees every valid token before it.
+            valid = visible[:, -length:] if visible.ndim == 2 else visible[:, -1, :length]
             column, stop = _valid_range(valid, columns)
+            if visible.ndim == 3:
+                _check_causal(visible, columns, column, stop)
             first, end = origin + column, origin + stop
             start = column if _is_left_padded(valid, column, stop) else None
     if prompt_end is None and labels is not None:
@@ -115,16 +120,40 @@ def _packed_boundaries(position_ids: torch.Tensor, batch_size: int) -> torch.Ten
     return torch.cat([boundaries, boundaries.new_tensor([position_ids.numel()])]).to(torch.int32)
 
 
-def _valid_columns(attention_mask: Any, length: int, device: torch.device) -> torch.Tensor | None:
-    """bool `[B, S]`, the valid columns of this forward pass, or None when all are."""
+def _visible(attention_mask: Any, device: torch.device) -> torch.Tensor | None:
+    """The mask as bool, True = visible: `[B, S]`, or `[B, S, K]` from a 4D one; None when there is none."""
     if isinstance(attention_mask, dict):  # masks prepared by layer type
         attention_mask = attention_mask.get("full_attention")
-    if not isinstance(attention_mask, torch.Tensor):
+    if attention_mask is None:
         return None
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim not in (2, 4):
+        raise ValueError(
+            "`attention_mask` must be a tensor of 2 or 4 dimensions where heads are routed, got "
+            f"{type(attention_mask).__name__}."
+        )
     if attention_mask.ndim == 2:
-        return attention_mask[:, -length:].to(device).bool()
-    last_row = attention_mask[:, 0, -1, :length]  # a prompt's last token sees every valid token before it
-    return (last_row if last_row.dtype == torch.bool else last_row == 0).to(device)
+        return attention_mask.to(device).bool()
+    mask = attention_mask[:, 0].to(device)
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _check_causal(visible: torch.Tensor, columns: torch.Tensor, column: torch.Tensor, stop: torch.Tensor) -> None:
+    """A sparse head knows of padding and order alone, so a 4D mask that says more would hold for full heads only.
+
+    Raises:
+        ValueError: a token sees another number of tokens than those of its row up to itself.
+    """
+    if torch.compiler.is_compiling():
+        return
+    seen = visible.sum(dim=-1)
+    offset = columns - column[:, None]
+    # Left padding sees nothing, or everything where an attention implementation cannot take an empty row.
+    is_wrong = torch.where(offset < 0, (seen != 0) & (seen != visible.shape[-1]), seen != offset + 1)
+    if bool((is_wrong & (columns < stop[:, None])).any()):
+        raise ValueError(
+            "`attention_mask` of 4 dimensions must hide padding and later tokens, nothing more or less, where "
+            "heads are routed, got another pattern."
+        )
 
 
 def _valid_range(valid: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

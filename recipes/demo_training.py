@@ -1,18 +1,17 @@
 """Training of the demo's routers, with a progress bar and one line of metrics every few steps."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import Dataset
+from demo_data import TASKS
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.trainer_callback import ProgressCallback
 
 from elastic_peft import ElasticConfig, ElasticSFTConfig, ElasticSFTTrainer
-
-
-METRIC_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,22 @@ class Profile:
     examples: int
     evaluation_examples: int
     calibration_examples: int
+    logging_steps: int
     router_learning_rate: float
     multiplier_learning_rate: float
 
 
 # Minutes on two cores: enough to see the loop at work, far from enough to train it.
 CPU = Profile(
-    steps=15,
+    steps=16,
     length=512,
-    batch_size=5,
+    batch_size=3,
     sink_size=16,
     window_size=64,
-    examples=75,
+    examples=48,
     evaluation_examples=5,
     calibration_examples=10,
+    logging_steps=2,
     router_learning_rate=5e-3,
     multiplier_learning_rate=5e-2,
 )
@@ -57,6 +58,7 @@ GPU = Profile(
     examples=800,
     evaluation_examples=24,
     calibration_examples=40,
+    logging_steps=10,
     router_learning_rate=1e-3,
     multiplier_learning_rate=1e-2,
 )
@@ -85,7 +87,7 @@ def train(
     Args:
         base: the backbone.
         tokenizer: its tokenizer.
-        rows: `prompt`, `completion` and `task`; taken in order, so a batch of five holds one of each task.
+        rows: `prompt`, `completion` and `task`; taken in order.
         profile: lengths, sizes and learning rates.
         adapter: directory to make; it appears whole or not at all.
 
@@ -96,20 +98,22 @@ def train(
     config = ElasticConfig(mode_pair="FA-SSA", sink_size=profile.sink_size, window_size=profile.window_size)
     model = get_peft_model(base, config)
     partial = adapter.with_suffix(".partial")
+    # A CPU gains nothing from a batch and loses its padding; sparsity targets are means over the whole step anyway.
+    micro_batch_size = 1 if device == "cpu" else math.gcd(profile.batch_size, len(TASKS))
     args = ElasticSFTConfig(
         output_dir=str(partial),
         max_steps=profile.steps,
-        # One example at a time wastes nothing on padding; the sparsity targets are means over the whole step anyway.
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=profile.batch_size,
-        calibration_batches=profile.calibration_examples,
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=profile.batch_size // micro_batch_size,
+        calibration_batches=profile.calibration_examples // micro_batch_size,
         router_learning_rate=profile.router_learning_rate,
         multiplier_learning_rate=profile.multiplier_learning_rate,
         max_length=profile.length,
         train_sampling_strategy="sequential",
-        logging_steps=max(1, profile.steps // METRIC_LINES),
+        logging_steps=profile.logging_steps,
         save_strategy="no",
         report_to="none",
+        disable_tqdm=False,
         gradient_checkpointing=False,
         use_cpu=device == "cpu",
         bf16=device != "cpu",

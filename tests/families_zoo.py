@@ -124,6 +124,8 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "falcon": ("falcon", {"head_dim": "drop"}, "rotary attention layers"),
     "nemotron": ("nemotron", {}, "drops keyword arguments"),
     "stablelm": ("stablelm", {**NO_HEAD_DIM}, "drops keyword arguments"),
+    "doge": ("doge", {"attention_dropout": 0.0}, "it makes its own"),
+    "not-causal": ("llama", {"is_causal": False}, "its attention is not causal"),
     "hunyuan": ("hunyuan_v1_dense", {}, "changed between the rotary embedding and the attention"),
 }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from families_zoo import build, perturb_routers
 from peft import get_peft_model
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from elastic_peft import ElasticConfig, calibrate_standardization, forced_routing, last_routing
 
@@ -143,14 +144,33 @@ def test_a_copied_prefix_cache_carries_its_routes(model):
         assert torch.equal(model(suffix, past_key_values=copied).logits, model(suffix, past_key_values=cache).logits)
 
 
+@pytest.mark.parametrize(
+    "make_cache", [DynamicCache, partial(StaticCache, max_cache_len=64)], ids=["dynamic", "static"]
+)
 @torch.no_grad()
-def test_a_reset_cache_routes_its_next_prompt_afresh(model):
-    cache = DynamicCache(config=model.config)
+def test_a_reset_cache_routes_its_next_prompt_afresh(model, make_cache):
+    plain, cache = make_cache(config=model.config), make_cache(config=model.config)
+    with model.disable_adapter():
+        model(tokens(40), past_key_values=plain)
+    plain.reset()
+    if plain.get_seq_length() > 0:
+        pytest.skip("this transformers does not empty a cache of this kind when it resets it")
     with forced_routing(model, "sparse"):
         model(tokens(40), past_key_values=cache)
     cache.reset()
     fresh = model(tokens(40, seed=3), past_key_values=cache).logits
-    assert torch.equal(fresh, model(tokens(40, seed=3)).logits)
+    assert_same_logits(fresh, model(tokens(40, seed=3)).logits)
+
+
+@pytest.mark.parametrize("unused", ["inputs_embeds", "inputs"])
+@torch.no_grad()
+def test_an_input_given_as_none_leaves_the_prompt_pinned(model, unused):
+    options = {"input_ids": tokens(40), "use_cache": False}
+    expected = generate(model, **options)
+    logits = last_routing(model).logits
+    output = generate(model, **options, **{unused: None})
+    assert torch.equal(last_routing(model).logits, logits)
+    assert torch.equal(output.sequences, expected.sequences)
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def test_parallelism_inside_a_sequence_is_refused(name):
 
 def test_reentrant_checkpointing_enabled_on_the_model_is_refused(tmp_path):
     model = routed_model()
-    model.get_base_model().activation_checkpointing_enable({"use_reentrant": True})
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="use_reentrant"):
         make(tmp_path, model=model).train()
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import get_peft_model
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -13,6 +14,7 @@ from elastic_peft import (
     forced_routing,
     last_routing,
 )
+from elastic_peft.sequences import find_sequences
 
 
 @pytest.fixture
@@ -121,6 +123,33 @@ def test_padding_inside_a_row_is_refused(model, inputs):
         forward(model, **inputs)
 
 
+def visible_to(*, documents=(40,), image=()):
+    """A 4D mask of packed documents, whose tokens in `image` see each other in both directions."""
+    mask = torch.block_diag(*(torch.ones(size, size).tril() for size in documents)).bool()
+    for token in image:
+        mask[token, list(image)] = True
+    return mask[None, None].expand(2, 1, -1, -1)
+
+
+@pytest.mark.parametrize(
+    "mask", [visible_to(documents=(25, 15)), visible_to(image=(8, 9, 10))], ids=["two-documents", "two-directions"]
+)
+def test_a_mask_that_sparse_heads_would_not_follow_is_refused(model, inputs, mask):
+    with pytest.raises(ValueError, match="`attention_mask` of 4 dimensions must hide padding and later tokens"):
+        forward(model, input_ids=inputs["input_ids"], attention_mask=mask)
+
+
+def test_a_causal_mask_of_four_dimensions_equals_none(model, inputs):
+    given = forward(model, input_ids=inputs["input_ids"], attention_mask=visible_to())
+    assert torch.equal(given, forward(model, input_ids=inputs["input_ids"]))
+
+
+def test_a_mask_of_another_kind_is_refused():
+    mask = create_block_mask(lambda b, h, q, k: k <= q, 2, None, 40, 40, device="cpu")
+    with pytest.raises(ValueError, match=r"`attention_mask` must be a tensor of 2 or 4 dimensions .* BlockMask"):
+        find_sequences(2, 40, torch.device("cpu"), attention_mask=mask)
+
+
 @pytest.mark.parametrize(
     ("prompt_end", "message"),
     [
@@ -172,13 +201,15 @@ def test_reentrant_checkpointing_is_refused(model, inputs):
 
 
 @pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
-@pytest.mark.parametrize("given", ["argument", "generation_config"])
+@pytest.mark.parametrize("given", ["argument", "generation_config", "generation_config_by_position"])
 def test_chunked_prefill_is_refused(make_routed, inputs, given, task_type):
-    options = {"prefill_chunk_size": 8}
-    if given == "generation_config":
-        options = {"generation_config": GenerationConfig(**options)}
+    args, options = (), {**inputs, "prefill_chunk_size": 8}
+    if given != "argument":
+        options["generation_config"] = GenerationConfig(prefill_chunk_size=options.pop("prefill_chunk_size"))
+    if given == "generation_config_by_position":
+        args = (options.pop("input_ids"), options.pop("generation_config"))
     with pytest.raises(ValueError, match="`prefill_chunk_size` must be None with an ELASTIC adapter, got 8"):
-        make_routed(task_type=task_type).generate(**inputs, **options, max_new_tokens=2)
+        make_routed(task_type=task_type).generate(*args, **options, max_new_tokens=2)
 
 
 def test_a_cache_filled_without_routing_is_refused(model, inputs):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families_zoo import REFUSED, SUPPORTED, build, perturb_routers
+from families_zoo import REFUSED, SMALL, SUPPORTED, build, perturb_routers
 from peft import PeftModel, get_peft_model
+from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
 from elastic_peft import ElasticConfig, RoutingTape, calibrate_standardization, forced_routing, last_routing
 from elastic_peft.layer import ElasticLayer
@@ -150,6 +151,13 @@ def test_refused_family_gives_the_reason_and_is_left_as_it_was(name):
     assert not routers(base)
     with torch.no_grad():
         assert torch.equal(base(ids).logits, before)
+
+
+def test_an_encoder_decoder_is_refused():
+    sides = {side: {**SMALL, "layer_types": ["full_attention"] * 2} for side in ("encoder", "decoder")}
+    base = T5GemmaForConditionalGeneration(T5GemmaConfig(**sides))
+    with pytest.raises(ValueError, match="`model` must be a decoder alone, got t5gemma: an encoder-decoder"):
+        get_peft_model(base, config())
 
 
 @pytest.mark.parametrize("mode_pair", ["FA-XA", "XA-SSA"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 
-from elastic_peft import last_routing
+from elastic_peft import forced_routing, last_routing
 
 
 @pytest.fixture
@@ -178,3 +178,22 @@ def test_another_tuner_in_the_same_peft_model_is_refused(make_routed, logits):
     with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
         model.add_adapter("lora", LoraConfig(target_modules=["q_proj"]))
     assert torch.equal(logits(model), expected)
+
+
+@torch.no_grad()
+def test_a_decoder_without_a_head_is_routed_read_and_forced(make_base, make_config, inputs):
+    model = get_peft_model(make_base().model, make_config())
+    for choice, share in (("sparse", 1.0), ("retrieval", 0.0)):
+        with forced_routing(model, choice):
+            model(**inputs)
+        assert last_routing(model).msr.tolist() == [share, share]
+
+
+@torch.no_grad()
+def test_a_decoder_takes_its_mask_by_position(make_base, make_config, inputs):
+    model = get_peft_model(make_base().model, make_config())
+    with forced_routing(model, "sparse"):
+        expected = model(**inputs).last_hidden_state
+        hidden = model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
+    assert last_routing(model).lengths.tolist() == [40, 35]
+    assert torch.equal(hidden, expected)

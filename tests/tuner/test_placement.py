@@ -118,6 +118,16 @@ def test_models_do_not_see_each_others_routing(make_routed, inputs):
     assert torch.equal(last_routing(second).decisions, record.decisions)
 
 
+@torch.no_grad()
+def test_a_compiled_forward_leaves_its_record_whatever_other_models_existed(make_routed, inputs):
+    for seed in range(3):
+        make_routed(seed=seed)
+    model = make_routed()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(input_ids=inputs["input_ids"][:1, :30], use_cache=False)
+    assert last_routing(model).lengths.tolist() == [30]
+
+
 def test_import_is_quick_and_leaves_heavy_packages_alone():
     program = """
 import sys, time

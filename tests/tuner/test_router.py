@@ -91,6 +91,16 @@ def test_standardizer_floors_the_deviation():
     assert standardizer.deviation[0, 0] == torch.tensor(1e-4)
 
 
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_casting_the_model_keeps_the_statistics(cast):
+    standardizer = InputStandardizer(1, 2)
+    mean, deviation = torch.tensor([[100.3, -7.7]]), torch.tensor([[0.011, 0.3]])
+    standardizer.calibrate(mean, deviation)
+    getattr(standardizer, cast)()
+    assert torch.equal(standardizer.mean, mean)
+    assert torch.equal(standardizer.deviation, deviation)
+
+
 @pytest.fixture
 def model():
     return get_peft_model(build("llama"), ElasticConfig(sink_size=2, window_size=8, pool_size=3))
@@ -143,15 +153,16 @@ def test_padding_is_never_pooled(model, side):
     torch.testing.assert_close(pooled, pooled_keys(model, input_ids=ids))
 
 
-@pytest.mark.parametrize("given_by", ["labels", "prompt_end"])
+@pytest.mark.parametrize("given_by", ["labels", "labels-without-prompt_end", "prompt_end"])
 def test_answers_are_never_pooled(model, given_by):
     ids = tokens(1, 20)
-    if given_by == "labels":
-        labels = ids.clone()
-        labels[:, :12] = -100
-        inputs = {"labels": labels}
-    else:
-        inputs = {"prompt_end": torch.tensor([12])}
+    labels = ids.clone()
+    labels[:, :12] = -100
+    inputs = {
+        "labels": {"labels": labels},
+        "labels-without-prompt_end": {"labels": labels, "prompt_end": None},
+        "prompt_end": {"prompt_end": torch.tensor([12])},
+    }[given_by]
     pooled = pooled_keys(model, input_ids=ids, **inputs)
     torch.testing.assert_close(pooled, pooled_keys(model, input_ids=ids[:, :12]))
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from elastic_kernels import block_selection
+from elastic_kernels import KeptBlocks, block_selection, routed_attention
+from elastic_kernels.routed_attention.dispatch import choose_implementation
 from elastic_kernels.routed_attention.reference import block_sparse_attention, mix_by_gate, streaming_attention
 
 from .config import ElasticConfig
@@ -87,29 +88,45 @@ class ElasticRoute:
                 f"`attention_dropout` must be 0 while routers train, got {kwargs['dropout']}: load the base model "
                 "with attention_dropout=0.0."
             )
-        self._note("reference")
+        # A static cache is longer than what it holds.
+        key_seen, value_seen = key[:, :, :keys_seen], value[:, :, :keys_seen]
+        kept: Any = None
+        if "XA" in (retrieval, sparse):
+            kept = self._kept_blocks(query, key_seen, kwargs.get("scaling"))
+        sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+        sizes: dict[str, Any] = {"sink_size": self.config.sink_size, "window_size": self.config.window_size}
+        options: dict[str, Any] = {
+            "start": self.start,
+            "cu_seqlens": self.cu_seqlens,
+            "softcap": softcap,
+            "sinks": sinks,
+            "scale": kwargs.get("scaling"),
+        }
+        implementation = "reference"
+        if self.record is not None:  # the fused kernels take prompts, not the few queries that continue one
+            implementation = choose_implementation(
+                None, query, key_seen, value_seen, self.gate, kept_blocks=kept, softcap=softcap, sinks=sinks
+            )
+        self._note(implementation)
+        if implementation != "reference":
+            options |= {"mode_pair": self.config.mode_pair, "kept_blocks": kept, "implementation": implementation}
+            mixed: Any = routed_attention(query, key_seen, value_seen, self.gate, **sizes, **options)
+            return mixed.transpose(1, 2), None
 
         def run(mode):
             if mode == "FA":
                 # The model's own attention, so that full heads are its own to the last bit.
                 return base(module, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2)
-            return self._sparse(mode, query, key[:, :, :keys_seen], value[:, :, :keys_seen], kwargs)
+            if mode == "SSA":
+                return streaming_attention(query, key_seen, value_seen, **sizes, **options)[0]
+            return block_sparse_attention(query, key_seen, value_seen, kept_blocks=kept, **options)[0]
 
         mixed = mix_by_gate(self.gate, run(retrieval), run(sparse), cu_seqlens=self.cu_seqlens)
         return mixed.transpose(1, 2).contiguous(), None
 
-    def _sparse(self, mode, query, key, value, kwargs):
-        options = {
-            "start": self.start,
-            "cu_seqlens": self.cu_seqlens,
-            "softcap": kwargs.get("softcap"),
-            "sinks": kwargs.get("s_aux"),
-            "scale": kwargs.get("scaling"),
-        }
+    def _kept_blocks(self, query, key, scale) -> KeptBlocks:
+        """XAttention's blocks for this prompt; notes what share of the causal pairs they hold."""
         config = self.config
-        if mode == "SSA":
-            sizes = {"sink_size": config.sink_size, "window_size": config.window_size}
-            return streaming_attention(query, key, value, **sizes, **options)[0]
         kept = block_selection(
             query,
             key,
@@ -118,13 +135,13 @@ class ElasticRoute:
             threshold=config.xattn_threshold,
             start=self.start,
             cu_seqlens=self.cu_seqlens,
-            scale=kwargs.get("scaling"),
+            scale=scale,
         )
-        if self.record is not None:
-            share = kept.computed_share(self.record.lengths.to(query.device))
-            groups = query.shape[1] // key.shape[1]
-            self.record.xattn_share_by_layer[self.index] = share.unflatten(1, (-1, groups)).mean(dim=-1)
-        return block_sparse_attention(query, key, value, kept_blocks=kept, **options)[0]
+        assert self.record is not None  # only prompts select blocks
+        share = kept.computed_share(self.record.lengths.to(query.device))
+        groups = query.shape[1] // key.shape[1]
+        self.record.xattn_share_by_layer[self.index] = share.unflatten(1, (-1, groups)).mean(dim=-1)
+        return kept
 
     def _modes(self) -> tuple[str, str]:
         """Modes of retrieval and sparse heads for this pass: XAttention selects blocks for prompt queries only."""
@@ -142,7 +159,7 @@ class ElasticRoute:
         return True
 
     def _note(self, implementation: str):
-        if self.record is not None and self.record.implementation != "reference":
+        if self.record is not None and self.record.implementation in (None, "dense"):
             self.record.implementation = implementation
 
 

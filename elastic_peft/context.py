@@ -62,7 +62,7 @@ class RoutingRecord:
     window_size: int
     lengths: torch.Tensor
     kv_bytes_per_token: int = 0
-    #: How the attention ran: `"reference"`, `"triton"`, or `"dense"` where both modes coincide.
+    #: What computed the prompt: `"reference"`, `"triton"` or `"hopper"`; `"dense"` where both modes coincide.
     implementation: str | None = None
     logits_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
     decision_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,5 +1,7 @@
 """`routed_attention`: checks its arguments once and runs an implementation."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .._validation import check_device, check_heads, check_like, check_positive, check_sequences
@@ -124,7 +126,11 @@ def _hopper(*inputs, softcap, **options):
     return routed_attention_forward_hopper(*inputs, **options)
 
 
-_IMPLEMENTATIONS = {"reference": routed_attention_reference, "triton": _triton, "hopper": _hopper}
+_IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": routed_attention_reference,
+    "triton": _triton,
+    "hopper": _hopper,
+}
 
 
 def _check_kept_blocks(kept_blocks: KeptBlocks | None, mode_pair: str, sequences: int, query: Tensor) -> None:

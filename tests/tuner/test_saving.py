@@ -82,12 +82,7 @@ LOADERS = [
 @pytest.mark.parametrize("load", LOADERS, ids=lambda load: load.__name__)
 def test_loading_is_bit_exact(adapter, base_folder, logits, load):
     folder, expected = adapter
-    try:
-        model = load(folder, base_folder)
-    except ImportError as error:
-        if load not in (by_auto_model, by_transformers):
-            raise
-        pytest.skip(f"this transformers asks for another PEFT: {error}")
+    model = load(folder, base_folder)
     assert torch.equal(logits(model), expected)
     assert not any(parameter.is_meta for parameter in model.parameters())
 

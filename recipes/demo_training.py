@@ -43,11 +43,11 @@ CPU = Profile(
     sink_size=16,
     window_size=64,
     examples=48,
-    evaluation_examples=5,
+    evaluation_examples=4,
     calibration_examples=10,
     logging_steps=2,
-    router_learning_rate=5e-3,
-    multiplier_learning_rate=5e-2,
+    router_learning_rate=2e-2,
+    multiplier_learning_rate=2e-1,
 )
 GPU = Profile(
     steps=300,
@@ -135,7 +135,7 @@ class MetricLines(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is None or "lm_loss" not in (logs or {}):
             return
-        msr = "  ".join(f"{name[4:]} {value:.2f}" for name, value in logs.items() if name.startswith("msr/"))
+        msr = "  ".join(f"{task} {logs[f'msr/{task}']:.2f}" for task in TASKS if f"msr/{task}" in logs)
         self.training_bar.write(
             f"step {state.global_step:>4}  lm_loss {logs['lm_loss']:.3f}  sparsity_loss {logs['sparsity_loss']:+.3f}  "
             f"temperature {logs['temperature']:.2f}  MSR: {msr}"

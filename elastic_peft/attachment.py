@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
+import weakref
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from .attention import ATTENTION_NAME
 from .context import DecoderScopes, decoder_scope, routed_decoder
 from .families import RoutedLayer
-from .hooks import DecoderHook, pass_labels, route_attention
+from .hooks import DecoderHook, keep_record, pass_labels, route_attention
 from .layer import ElasticLayer
 
 
@@ -41,13 +41,14 @@ def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
     decoder.elastic_scopes = DecoderScopes()
     decoder.elastic_handles = [
         decoder.register_forward_pre_hook(DecoderHook(), with_kwargs=True),
+        decoder.register_forward_hook(keep_record, with_kwargs=True),
         model.register_load_state_dict_pre_hook(check_router_weights),
     ]
     if model is not decoder:
         decoder.elastic_handles.append(model.register_forward_pre_hook(pass_labels, with_kwargs=True))
     if hasattr(model, "generate"):
         # PEFT reaches the model's own `generate` by several ways; all of them end here.
-        model.generate = functools.partial(generate_routed, model)
+        model.generate = RoutedGenerate(model)
 
 
 def detach(model: nn.Module) -> None:
@@ -81,12 +82,37 @@ def discard_adapter(model: nn.Module, adapter_name: str) -> None:
             del model.peft_config
 
 
-def generate_routed(model: nn.Module, *args: Any, **kwargs: Any):
+class RoutedGenerate:
     """The model's own `generate`, with the prompt's length pinned so that no generated token is ever pooled.
 
+    Args:
+        model: the model that it becomes an attribute of; referred to weakly, so that the model is freed with its
+            last user.
+
     Raises:
-        ValueError: `prefill_chunk_size` is set: a prompt is routed by both of its ends, which chunks keep apart.
+        ValueError: when called with `prefill_chunk_size`: a prompt is routed by both of its ends, which chunks keep
+            apart.
     """
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> Any:
+        """The model whose `generate` this is."""
+        return self._model()
+
+    def __call__(self, *args: Any, **kwargs: Any):
+        return _generate(self.model, *args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        return RoutedGenerate(memo.get(id(self.model), self.model))
+
+    def __reduce__(self):
+        return RoutedGenerate, (self.model,)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any):
     given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
     given.update(given.pop("kwargs", {}))
     generation_config = given.get("generation_config") or model.generation_config

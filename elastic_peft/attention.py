@@ -16,6 +16,7 @@ from elastic_kernels.routed_attention.reference import block_sparse_attention, m
 
 from .config import ElasticConfig
 from .context import RoutingRecord
+from .sequences import Sequences
 
 
 ATTENTION_NAME = "elastic"
@@ -63,24 +64,24 @@ class ElasticRoute:
         index: layer index.
         past: tokens in the cache before this forward pass.
         start: int64 `[B]`, first valid key of each row, or `None`.
-        cu_seqlens: int32 `[N + 1]` for packed rows, or `None`.
-        record: filled while a prompt runs; `None` for queries that continue one.
+        sequences: the sequences of a pass that holds prompts; `None` for queries that continue one.
+        record: filled by a pass that holds prompts.
     """
 
     gate: torch.Tensor
     config: ElasticConfig
     index: int
-    past: Any = 0
+    past: int = 0
     start: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
+    sequences: Sequences | None = None
     record: RoutingRecord | None = None
 
     def attend(self, module, query, key, value, attention_mask, **kwargs):
         """Mixes the two modes; see `elastic_attention_forward`."""
         base = base_attention(module)
-        keys_seen = int(self.past) + query.shape[2]
-        retrieval, sparse = self._modes()
-        if self._covers(retrieval, keys_seen) and self._covers(sparse, keys_seen):
+        keys_seen = self.past + query.shape[2]
+        modes, later_modes = self._modes(module.training)
+        if all(self._covers(mode, keys_seen) for mode in (*modes, *later_modes)):
             self._note("dense")
             return base(module, query, key, value, attention_mask, **kwargs)
         if module.training and kwargs.get("dropout"):
@@ -89,66 +90,76 @@ class ElasticRoute:
                 "with attention_dropout=0.0."
             )
         # A static cache is longer than what it holds.
-        key_seen, value_seen = key[:, :, :keys_seen], value[:, :, :keys_seen]
+        key_held, value_held = key[:, :, :keys_seen], value[:, :, :keys_seen]
+        cu_seqlens = None if self.sequences is None else self.sequences.cu_seqlens
+        where: dict[str, Any] = {"start": self.start, "cu_seqlens": cu_seqlens}
         kept: Any = None
-        if "XA" in (retrieval, sparse):
-            kept = self._kept_blocks(query, key_seen, kwargs.get("scaling"))
+        kept_where = where
+        if "XA" in modes:
+            kept, kept_where = self._keep_blocks(query, key_held, kwargs.get("scaling"), where)
         sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+        scores: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "scale": kwargs.get("scaling")}
         sizes: dict[str, Any] = {"sink_size": self.config.sink_size, "window_size": self.config.window_size}
-        options: dict[str, Any] = {
-            "start": self.start,
-            "cu_seqlens": self.cu_seqlens,
-            "softcap": softcap,
-            "sinks": sinks,
-            "scale": kwargs.get("scaling"),
-        }
         implementation = "reference"
-        if self.record is not None:  # the fused kernels take prompts, not the few queries that continue one
+        if self.sequences is not None and modes == later_modes:  # the fused kernels take whole prompts
             implementation = choose_implementation(
-                None, query, key_seen, value_seen, self.gate, kept_blocks=kept, softcap=softcap, sinks=sinks
+                None, query, key_held, value_held, self.gate, kept_blocks=kept, softcap=softcap, sinks=sinks
             )
         self._note(implementation)
         if implementation != "reference":
-            options |= {"mode_pair": self.config.mode_pair, "kept_blocks": kept, "implementation": implementation}
-            mixed: Any = routed_attention(query, key_seen, value_seen, self.gate, **sizes, **options)
-            return mixed.transpose(1, 2), None
+            sizes |= {"mode_pair": self.config.mode_pair, "kept_blocks": kept, "implementation": implementation}
+            fused: Any = routed_attention(query, key_held, value_held, self.gate, **sizes, **where, **scores)
+            return fused.transpose(1, 2), None
 
         def run(mode):
             if mode == "FA":
                 # The model's own attention, so that full heads are its own to the last bit.
                 return base(module, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2)
             if mode == "SSA":
-                return streaming_attention(query, key_seen, value_seen, **sizes, **options)[0]
-            return block_sparse_attention(query, key_seen, value_seen, kept_blocks=kept, **options)[0]
+                return streaming_attention(query, key_held, value_held, **sizes, **where, **scores)[0]
+            return block_sparse_attention(query, key_held, value_held, kept_blocks=kept, **kept_where, **scores)[0]
 
-        mixed = mix_by_gate(self.gate, run(retrieval), run(sparse), cu_seqlens=self.cu_seqlens)
+        outputs = {mode: run(mode) for mode in dict.fromkeys((*modes, *later_modes))}
+        mixed = mix_by_gate(self.gate, *(outputs[mode] for mode in modes), cu_seqlens=cu_seqlens)
+        if later_modes != modes:
+            assert self.sequences is not None
+            later = mix_by_gate(self.gate, *(outputs[mode] for mode in later_modes), cu_seqlens=cu_seqlens)
+            mixed = torch.where(self.sequences.in_prompt[:, None, :, None], mixed, later)
         return mixed.transpose(1, 2).contiguous(), None
 
-    def _kept_blocks(self, query, key, scale) -> KeptBlocks:
-        """XAttention's blocks for this prompt; notes what share of the causal pairs they hold."""
-        config = self.config
-        kept = block_selection(
-            query,
-            key,
-            block_size=config.xattn_block_size,
-            stride=config.xattn_stride,
-            threshold=config.xattn_threshold,
-            start=self.start,
-            cu_seqlens=self.cu_seqlens,
-            scale=scale,
-        )
-        assert self.record is not None  # only prompts select blocks
-        share = kept.computed_share(self.record.lengths.to(query.device))
-        groups = query.shape[1] // key.shape[1]
-        self.record.xattn_share_by_layer[self.index] = share.unflatten(1, (-1, groups)).mean(dim=-1)
-        return kept
+    def _keep_blocks(self, query, key, scale, where) -> tuple[KeptBlocks, dict[str, Any]]:
+        """XAttention's blocks of the prompts, and the segments they count from; notes the share of pairs they hold.
 
-    def _modes(self) -> tuple[str, str]:
-        """Modes of retrieval and sparse heads for this pass: XAttention selects blocks for prompt queries only."""
-        if self.record is not None:
-            return self.config.retrieval_mode, self.config.sparse_mode
-        streams = self.config.decode == "routed" and self.config.sparse_mode == "SSA"
-        return "FA", "SSA" if streams else "FA"
+        A block's choice depends on all its queries, so answers and padding must not take part in it.
+        """
+        config, sequences, record = self.config, self.sequences, self.record
+        assert sequences is not None  # queries that continue a prompt select no blocks
+        assert record is not None
+        segments = sequences.lengths
+        if sequences.open_ended:
+            where = {"start": None, "cu_seqlens": sequences.prompt_bounds}
+            segments = sequences.prompt_bounds.diff()
+        sizes = {"block_size": config.xattn_block_size, "stride": config.xattn_stride}
+        kept = block_selection(query, key, **sizes, threshold=config.xattn_threshold, scale=scale, **where)
+        share = kept.computed_share(segments.to(query.device))
+        if sequences.open_ended:
+            share = _with_later_pairs(share[1::3], segments[1::3], sequences.lengths)
+        groups = query.shape[1] // key.shape[1]
+        record.xattn_share_by_layer[self.index] = share.unflatten(1, (-1, groups)).mean(dim=-1)
+        return kept, where
+
+    def _modes(self, training: bool) -> tuple[tuple[str, str], tuple[str, str]]:
+        """(retrieval, sparse) modes of prompt queries and of the queries after a prompt.
+
+        XAttention selects blocks for prompts only; later tokens of its heads attend everything, in training as when
+        they are decoded. Later tokens of a streaming head do so with `decode="full"` at inference.
+        """
+        streams = self.config.sparse_mode == "SSA" and (training or self.config.decode == "routed")
+        later = ("FA", "SSA" if streams else "FA")
+        if self.sequences is None:
+            return later, later
+        prompt = (self.config.retrieval_mode, self.config.sparse_mode)
+        return prompt, later if self.sequences.open_ended else prompt
 
     def _covers(self, mode: str, keys_seen: int) -> bool:
         """Whether `mode` computes every causal pair of a sequence of this length."""
@@ -161,6 +172,12 @@ class ElasticRoute:
     def _note(self, implementation: str):
         if self.record is not None and self.record.implementation in (None, "dense"):
             self.record.implementation = implementation
+
+
+def _with_later_pairs(share: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Share of computed pairs of whole sequences, `[N, Hq]`, from their prompts': later queries skip nothing."""
+    prompt_pairs, pairs = ((n.double() * (n + 1) / 2).to(share.device)[:, None] for n in (prompts, lengths))
+    return (1 - (1 - share) * prompt_pairs / pairs.clamp(min=1)).float()
 
 
 def base_attention(module: nn.Module):

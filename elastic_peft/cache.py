@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
+from .config import ElasticConfig
+
 
 class RoutingMemory(CacheLayerMixin):
     """Adds one sequence's decisions to a cache layer.
@@ -16,21 +18,25 @@ class RoutingMemory(CacheLayerMixin):
     Attributes:
         gate: bool `[B, H]`, True = sparse; `None` before a prompt was routed.
         start: int64 `[B]`, first valid key of each row; `None` without left padding.
+        config: configuration of the adapter that decided.
     """
 
     gate: torch.Tensor | None = None
     start: torch.Tensor | None = None
+    config: ElasticConfig | None = None
 
-    def remember(self, gate: torch.Tensor, start: torch.Tensor | None) -> None:
-        """Keeps the decisions of the prompt whose keys this layer is about to receive."""
-        self.gate, self.start = gate, start
+    def remember(self, gate: torch.Tensor, start: torch.Tensor | None, config: ElasticConfig) -> None:
+        """Keeps the decisions of the prompt whose keys this layer is about to receive, and whose they are."""
+        self.gate, self.start, self.config = gate, start, config
 
-    def recall(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def recall(self, config: ElasticConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The remembered decisions and starts.
 
         Raises:
-            ValueError: no prompt was routed into this layer.
+            ValueError: no prompt was routed into this layer, or another adapter routed it.
         """
+        if self.gate is not None and self.config != config:
+            raise ValueError("`cache` must be continued with the adapter that routed its prompt, got another one.")
         if self.gate is None:
             raise ValueError("`cache` must have been filled with this adapter active, got one without routes.")
         return self.gate, self.start

@@ -12,6 +12,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 FORMAT_VERSION = 1
 MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
 DECODE_MODES = ("routed", "full")
+TASK_TYPES = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 DEFAULT_T_VALUES = {
     "single_qa": 0.7,
     "multihop_qa": 0.7,
@@ -175,7 +176,7 @@ class ElasticConfig(PeftConfig):
         """Whether the configuration came from a saved adapter, whose weights belong to one base model."""
         return self.head_dim is not None and not self._bound_here
 
-    # A configuration object may serve several models before it is saved.
+    # Tells a configuration that was bound to its model from one that was read from a saved adapter.
     _bound_here = False
 
     def _validate(self):
@@ -185,6 +186,11 @@ class ElasticConfig(PeftConfig):
             raise ValueError(
                 f"`format_version` must be at most {FORMAT_VERSION} for this version of elastic_peft, got "
                 f"{self.format_version}: upgrade elastic_peft to load this adapter."
+            )
+        if self.task_type not in TASK_TYPES:
+            raise ValueError(
+                "`task_type` must be CAUSAL_LM, FEATURE_EXTRACTION or None, a head that needs training is not part of "
+                f"an ELASTIC adapter, got {self.task_type!r}."
             )
         _check_choice("mode_pair", self.mode_pair, MODE_PAIRS)
         _check_choice("decode", self.decode, DECODE_MODES)

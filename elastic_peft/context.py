@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -132,7 +131,7 @@ class ForwardState:
     """Travels with one forward pass from the decoder to each attention layer.
 
     Args:
-        past: tokens in the cache before this forward pass; a tensor for static caches.
+        past: tokens in the cache before this forward pass.
         sequences: the sequences of a prompt or training batch; `None` when the pass continues a routed cache.
         sampling: sample decisions (training) instead of taking the most likely ones.
         tape: collects the gates of a training step.
@@ -142,7 +141,7 @@ class ForwardState:
         pooled: layer index to pooled keys, filled while standardisation is calibrated.
     """
 
-    past: Any
+    past: int
     sequences: Sequences | None = None
     sampling: bool = False
     tape: RoutingTape | None = None

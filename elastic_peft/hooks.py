@@ -24,6 +24,8 @@ class DecoderHook:
         routers = active_routers(decoder)
         if not routers:
             return args, kwargs
+        if kwargs.get("output_attentions"):
+            raise ValueError("`output_attentions` must be False: routed layers mix two attentions, got True.")
         past, continues = _cache_state(_cache(kwargs), routers)
         state = ForwardState(past)
         if not continues:
@@ -63,7 +65,13 @@ def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, ela
         state.sampling = True
         state.noise = _noise(state.tape, lengths.shape[0], heads)
     state.pooled = scope.pooled
-    scope.record = state.record
+
+
+def keep_record(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of the decoder: a pass that routed and came to its end is the last one."""
+    state = kwargs.get("elastic_state")
+    if state is not None and state.record is not None:
+        decoder_scope(decoder).record = state.record
 
 
 def _noise(tape: RoutingTape, num_sequences: int, heads: dict[int, int]) -> dict[int, torch.Tensor]:
@@ -91,7 +99,7 @@ def _fills_cache(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
     return not checkpoints and bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
 
 
-def _cache_state(cache, routers) -> tuple[Any, bool]:
+def _cache_state(cache, routers) -> tuple[int, bool]:
     """Tokens in the cache, and whether it already holds the routing that this pass must follow."""
     if cache is None:
         return 0, False
@@ -101,14 +109,12 @@ def _cache_state(cache, routers) -> tuple[Any, bool]:
     index = routers[0].layer.index
     layer = layers[index] if index < len(layers) else None
     past = 0 if layer is None else layer.get_seq_length()
-    if isinstance(past, torch.Tensor):
-        past = past.clone()  # a static layer counts on in place while this pass runs
-    continues = getattr(layer, "gate", None) is not None
-    if not continues and int(past) > 0:
+    past = int(past)  # a static layer counts in a tensor
+    if past > 0 and getattr(layer, "gate", None) is None:
         raise ValueError(
-            f"`cache` must have been filled with this adapter active, got one with {int(past)} tokens and no routing."
+            f"`cache` must have been filled with this adapter active, got one with {past} tokens and no routing."
         )
-    return past, continues
+    return past, past > 0
 
 
 def _check_ready(decoder: nn.Module, routers: list[ElasticLayer]) -> None:

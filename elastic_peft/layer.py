@@ -146,8 +146,8 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
         index = self.layer.index
         sequences = state.sequences
         if sequences is None:
-            gate, start = routing_memory(cache, index).recall()
-            return ElasticRoute(gate, config, index, past=state.past, start=start)
+            gate, start = routing_memory(cache, index).recall(config)
+            return ElasticRoute(gate, config, index, state.past, start)
 
         gate = self._decide(attention, hidden_states, state, config)
         if cache is not None:
@@ -155,15 +155,15 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
                 raise ValueError(
                     "`use_cache` must be False for packed rows, got True: a cache holds one sequence a row."
                 )
-            routing_memory(cache, index).remember(gate.detach().bool(), sequences.start)
-        return ElasticRoute(gate, config, index, state.past, sequences.start, sequences.cu_seqlens, state.record)
+            routing_memory(cache, index).remember(gate.detach().bool(), sequences.start, config)
+        return ElasticRoute(gate, config, index, state.past, sequences.start, sequences, state.record)
 
     def _pooled_keys(self, attention, hidden_states, state, pool_size) -> torch.Tensor:
         """Mean pre-rotary key of each sequence's prompt ends, float32 `[N, H, head_dim]`; see `boundary_indices`."""
         if pool_size not in state.pooling:
             sequences = state.sequences
             state.pooling[pool_size] = boundary_indices(
-                sequences.first, sequences.prompt_end, pool_size, sequences.width
+                sequences.first, sequences.prompt_end, pool_size, sequences.shape[1]
             )
         positions, valid = (tensor.to(hidden_states.device) for tensor in state.pooling[pool_size])
         boundary = hidden_states.flatten(0, 1)[positions]  # [N, T, hidden_size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +47,8 @@ class ElasticModel(BaseTuner):
                 was.
         """
         _check_adapter_name(adapter_name)
+        # Binding it to this model must not change a configuration that its owner gives to several models.
+        self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])
         self._spec = describe_model(model)
         known = any(adapter_name in router.configs for router in model.modules() if isinstance(router, ElasticLayer))
         try:

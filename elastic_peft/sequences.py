@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,18 +14,22 @@ class Sequences:
     """The sequences of one forward pass: rows, or segments of packed rows.
 
     Args:
-        first: int64 `[N]`, flattened position (row * S + column) of each sequence's first valid token.
+        shape: (B, S), rows and columns.
+        origin: int64 `[N]`, flattened position (row * S + column) of each sequence's first slot, padding included.
+        first: int64 `[N]`, flattened position of its first valid token.
         prompt_end: int64 `[N]`, flattened position after its prompt.
         end: int64 `[N]`, flattened position after its last valid token.
-        width: upper bound of a sequence's length, in tokens.
+        open_ended: whether tokens may follow a prompt in its row or segment: an answer, or padding.
         start: int64 `[B]`, first valid column of each row, or `None` when no row is left-padded.
         cu_seqlens: int32 `[N + 1]` over the flattened tokens for packed rows, else `None`.
     """
 
+    shape: tuple[int, int]
+    origin: torch.Tensor
     first: torch.Tensor
     prompt_end: torch.Tensor
     end: torch.Tensor
-    width: int
+    open_ended: bool
     start: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
 
@@ -32,6 +37,21 @@ class Sequences:
     def lengths(self) -> torch.Tensor:
         """Valid tokens of each sequence, int64 `[N]`."""
         return self.end - self.first
+
+    @cached_property
+    def prompt_bounds(self) -> torch.Tensor:
+        """Bounds of three segments per sequence, left padding, prompt and what follows it, int32 `[3N + 1]`."""
+        bounds = torch.stack([self.origin, self.first, self.prompt_end], dim=1).flatten()
+        batch, length = self.shape
+        return torch.cat([bounds, bounds.new_tensor([batch * length])]).to(torch.int32)
+
+    @cached_property
+    def in_prompt(self) -> torch.Tensor:
+        """Tokens that belong to a prompt, bool `[B, S]`."""
+        position = torch.arange(self.shape[0] * self.shape[1], device=self.origin.device)
+        sequence = torch.bucketize(position, self.origin, right=True) - 1
+        inside = (position >= self.first[sequence]) & (position < self.prompt_end[sequence])
+        return inside.view(self.shape)
 
 
 def find_sequences(
@@ -67,6 +87,9 @@ def find_sequences(
         cu_seqlens = _packed_boundaries(position_ids, batch_size)
     columns = torch.arange(length, device=device)
     start = None
+    padded = False
+    if labels is not None and labels.shape != (batch_size, length):
+        labels = None  # labels of whole sequences, which answer nothing token by token
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
         first, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
@@ -83,7 +106,8 @@ def find_sequences(
             if visible.ndim == 3:
                 _check_causal(visible, columns, column, stop)
             first, end = origin + column, origin + stop
-            start = column if _is_left_padded(valid, column, stop) else None
+            left, padded = _find_padding(valid, column, stop)
+            start = column if left else None
     if prompt_end is None and labels is not None:
         supervised = (labels != -100).reshape(-1)
         position = torch.arange(supervised.numel(), device=device)
@@ -104,7 +128,9 @@ def find_sequences(
         prompt_stop = torch.minimum(origin + slots, end)
     # Without a masked prompt there is no answer to keep out: the whole sequence is pooled.
     prompt_stop = torch.where(prompt_stop > first, prompt_stop, end)
-    return Sequences(first, prompt_stop, end, length, start, cu_seqlens)
+    is_whole = prompt_end is None or (isinstance(prompt_end, int) and prompt_end >= length)
+    open_ended = padded or not is_whole or (prompt_end is None and labels is not None)
+    return Sequences((batch_size, length), origin, first, prompt_stop, end, open_ended, start, cu_seqlens)
 
 
 def _packed_boundaries(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
@@ -163,15 +189,18 @@ def _valid_range(valid: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tens
     return torch.minimum(torch.where(valid, columns, length).amin(dim=1), stop), stop
 
 
-def _is_left_padded(valid: torch.Tensor, column: torch.Tensor, stop: torch.Tensor) -> bool:
-    """Whether a row begins with padding; waits for the device once. A graph that is being compiled must assume so.
+def _find_padding(valid: torch.Tensor, column: torch.Tensor, stop: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a row begins and whether one ends with padding; waits for the device once.
+
+    A graph that is being compiled must assume both.
 
     Raises:
         ValueError: a row has padding between valid tokens.
     """
     if torch.compiler.is_compiling():
-        return True
-    holes, left = torch.stack([(valid.sum(dim=1) != stop - column).any(), column.any()]).tolist()
-    if holes:
+        return True, True
+    holes = (valid.sum(dim=1) != stop - column).any()
+    has_holes, left, right = torch.stack([holes, column.any(), (stop != valid.shape[1]).any()]).tolist()
+    if has_holes:
         raise ValueError("`attention_mask` must not have padding between valid tokens of a row, got a row that does.")
-    return left
+    return left, right

@@ -312,6 +312,11 @@ def _check_setup(trainer: ElasticSFTTrainer) -> None:
                 f"`parallelism_config` must leave `{name}` at 1: a router reads its sequence's both ends, got "
                 f"{getattr(parallelism, name)}."
             )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"`args` must use one GPU a process, got {trainer.args.n_gpu}: start one process a GPU with "
+            "`accelerate launch`, or show one GPU in CUDA_VISIBLE_DEVICES."
+        )
     if trainer._is_vision_dataset:
         raise ValueError("`train_dataset` must hold text only, got one with images.")
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -214,3 +216,82 @@ def test_model_compiles_as_one_graph():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert_same_logits(compiled(prompt, use_cache=False).logits, model(prompt, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("decode", ["routed", "full"])
+@pytest.mark.parametrize("mode_pair", ["FA-SSA", "FA-XA", "XA-SSA"])
+@torch.no_grad()
+def test_scoring_an_answer_equals_generating_it(mode_pair, decode):
+    model = routed(mode_pair, decode=decode)
+    prompt = tokens(40)
+    output = generate(model, input_ids=prompt)
+    decisions = last_routing(model).decisions
+    recomputed = generate(model, input_ids=prompt, use_cache=False)
+    assert_same_logits(logits_of(recomputed), logits_of(output))
+
+    # Right padding and the answer itself must not take part in the prompt's block selection.
+    whole = torch.nn.functional.pad(output.sequences, (0, 5))
+    mask = torch.ones_like(whole)
+    mask[:, -5:] = 0
+    scored = model(whole, attention_mask=mask, prompt_end=torch.tensor([40])).logits[0, 39:-6]
+    assert torch.equal(last_routing(model).decisions, decisions)
+    assert_same_logits(logits_of(output), scored)
+
+
+@pytest.mark.parametrize("mode_pair", ["FA-XA", "XA-SSA"])
+@torch.no_grad()
+def test_an_answers_later_tokens_do_not_reach_earlier_ones(mode_pair):
+    model = routed(mode_pair)
+    first = tokens(48)
+    second = first.clone()
+    second[0, 47] = (second[0, 47] + 1) % 90 + 3
+    logits = [model(ids, prompt_end=torch.tensor([40])).logits[0, :47] for ids in (first, second)]
+    assert_same_logits(*logits)
+
+
+@torch.no_grad()
+def test_right_padding_does_not_change_xattention_or_its_sparsity():
+    model = routed("FA-XA")
+    row = tokens(33)
+    alone, esr = model(row).logits[0], last_routing(model).esr
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[:, 33:] = 0
+    padded = model(torch.nn.functional.pad(row, (0, 7)), attention_mask=mask).logits[0, :33]
+    assert_same_logits(padded, alone)
+    torch.testing.assert_close(last_routing(model).esr, esr)
+
+
+@torch.no_grad()
+def test_an_answer_skips_no_pairs_under_xattention():
+    model = routed("FA-XA")
+    with forced_routing(model, "sparse"):
+        model(tokens(40))
+        prompt = last_routing(model).esr
+        model(torch.cat([tokens(40), tokens(10, seed=1)], dim=1), prompt_end=torch.tensor([40]))
+    torch.testing.assert_close(last_routing(model).esr, prompt * (40 * 41) / (50 * 51))
+
+
+@torch.no_grad()
+def test_a_cache_is_continued_by_the_adapter_that_routed_it(model):
+    model.add_adapter("other", ElasticConfig(mode_pair="FA-XA", sink_size=2, window_size=6, task_type="CAUSAL_LM"))
+    cache = DynamicCache(config=model.config)
+    try:
+        model(tokens(40), past_key_values=cache)
+        model.set_adapter("other")
+        with pytest.raises(ValueError, match="the adapter that routed its prompt"):
+            model(tokens(1), past_key_values=cache)
+    finally:
+        model.delete_adapter("other")
+        model.set_adapter("default")
+
+
+def test_a_model_is_freed_with_its_last_reference():
+    model = routed()
+    reference = weakref.ref(model.base_model.model)
+    generate(model, input_ids=tokens(20))
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()

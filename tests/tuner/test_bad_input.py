@@ -274,3 +274,14 @@ def test_calibration_of_raw_input_is_refused(make_base, make_config, inputs):
     model = get_peft_model(make_base(), make_config(standardize_input=False))
     with pytest.raises(ValueError, match="`model` must have an active adapter with `standardize_input=True`"):
         calibrate_standardization(model, [inputs])
+
+
+def test_attention_weights_are_refused(model, inputs):
+    with pytest.raises(ValueError, match="`output_attentions` must be False"):
+        forward(model, **inputs, output_attentions=True)
+
+
+@pytest.mark.parametrize("task_type", ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS"])
+def test_heads_that_need_training_are_refused(make_config, task_type):
+    with pytest.raises(ValueError, match="`task_type` must be CAUSAL_LM, FEATURE_EXTRACTION or None"):
+        make_config(task_type=task_type)

@@ -133,7 +133,8 @@ def test_a_clone_routes_alike_and_is_independent(make_routed, make_base, logits,
     expected = logits(model)
     cloned = clone(model)
     assert torch.equal(logits(cloned), expected)
-    assert cloned.get_base_model().generate.args[0] is cloned.get_base_model(), "`generate` must be the clone's own"
+    generate = cloned.get_base_model().generate
+    assert generate.model is cloned.get_base_model(), "`generate` must be the clone's own"
     assert torch.equal(logits(cloned.unload()), logits(make_base()))
     assert torch.equal(logits(model), expected), "unloading the clone must leave the original routed"
 
@@ -197,3 +198,34 @@ def test_a_decoder_takes_its_mask_by_position(make_base, make_config, inputs):
         hidden = model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
     assert last_routing(model).lengths.tolist() == [40, 35]
     assert torch.equal(hidden, expected)
+
+
+def test_one_configuration_serves_several_models(make_base, make_config, tmp_path):
+    config = make_config()
+    first = get_peft_model(make_base(), config)
+    get_peft_model(make_base(head_dim=8), config)
+    assert config.head_dim is None
+    first.save_pretrained(tmp_path)
+    PeftModel.from_pretrained(make_base(), tmp_path)
+
+
+@torch.no_grad()
+def test_labels_of_whole_sequences_hide_no_tokens_from_the_routers(make_routed, inputs):
+    model = make_routed()
+    model(**inputs)
+    expected = last_routing(model).logits
+    model.get_base_model().loss_function = lambda logits, labels, **kwargs: logits.sum()
+    model(**inputs, labels=torch.tensor([-100, 2]))
+    assert torch.equal(last_routing(model).logits, expected)
+
+
+@torch.no_grad()
+def test_a_failed_pass_leaves_the_last_record(make_routed, inputs):
+    model = make_routed()
+    model(**inputs)
+    record = last_routing(model)
+    broken = model.get_base_model().model.layers[1].mlp
+    broken.forward = lambda hidden_states: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        model(**inputs)
+    assert last_routing(model) is record

@@ -91,8 +91,11 @@ class ElasticRoute:
             )
         # A static cache is longer than what it holds.
         key_held, value_held = key[:, :, :keys_seen], value[:, :, :keys_seen]
+        # The layers of one model may lie on several devices.
+        start = None if self.start is None else self.start.to(query.device)
         cu_seqlens = None if self.sequences is None else self.sequences.cu_seqlens
-        where: dict[str, Any] = {"start": self.start, "cu_seqlens": cu_seqlens}
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(query.device)
+        where: dict[str, Any] = {"start": start, "cu_seqlens": cu_seqlens}
         kept: Any = None
         kept_where = where
         if "XA" in modes:
@@ -124,7 +127,8 @@ class ElasticRoute:
         if later_modes != modes:
             assert self.sequences is not None
             later = mix_by_gate(self.gate, *(outputs[mode] for mode in later_modes), cu_seqlens=cu_seqlens)
-            mixed = torch.where(self.sequences.in_prompt[:, None, :, None], mixed, later)
+            in_prompt = self.sequences.in_prompt.to(query.device)
+            mixed = torch.where(in_prompt[:, None, :, None], mixed, later)
         return mixed.transpose(1, 2).contiguous(), None
 
     def _keep_blocks(self, query, key, scale, where) -> tuple[KeptBlocks, dict[str, Any]]:
@@ -137,8 +141,9 @@ class ElasticRoute:
         assert record is not None
         segments = sequences.lengths
         if sequences.open_ended:
-            where = {"start": None, "cu_seqlens": sequences.prompt_bounds}
-            segments = sequences.prompt_bounds.diff()
+            bounds = sequences.prompt_bounds.to(query.device)
+            where = {"start": None, "cu_seqlens": bounds}
+            segments = bounds.diff()
         sizes = {"block_size": config.xattn_block_size, "stride": config.xattn_stride}
         kept = block_selection(query, key, **sizes, threshold=config.xattn_threshold, scale=scale, **where)
         share = kept.computed_share(segments.to(query.device))

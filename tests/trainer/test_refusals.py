@@ -94,6 +94,13 @@ def test_parallelism_inside_a_sequence_is_refused(name):
         _check_setup(run)
 
 
+def test_several_gpus_in_one_process_are_refused():
+    parallelism = SimpleNamespace(tp_size=1, cp_size=1, sp_size=1)
+    run = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=parallelism), args=SimpleNamespace(n_gpu=2))
+    with pytest.raises(ValueError, match="`args` must use one GPU a process, got 2"):
+        _check_setup(run)
+
+
 def test_reentrant_checkpointing_enabled_on_the_model_is_refused(tmp_path):
     model = routed_model()
     model.get_base_model().gradient_checkpointing_enable({"use_reentrant": True})

@@ -37,17 +37,17 @@ class Profile:
 
 # Minutes on two cores: enough to see the loop at work, far from enough to train it.
 CPU = Profile(
-    steps=16,
+    steps=15,
     length=512,
     batch_size=3,
     sink_size=16,
     window_size=64,
-    examples=48,
+    examples=45,
     evaluation_examples=4,
     calibration_examples=10,
-    logging_steps=2,
-    router_learning_rate=2e-2,
-    multiplier_learning_rate=2e-1,
+    logging_steps=3,
+    router_learning_rate=1e-2,
+    multiplier_learning_rate=1e-1,
 )
 GPU = Profile(
     steps=300,

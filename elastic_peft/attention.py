@@ -123,10 +123,10 @@ class ElasticRoute:
             return block_sparse_attention(query, key_held, value_held, kept_blocks=kept, **kept_where, **scores)[0]
 
         outputs = {mode: run(mode) for mode in dict.fromkeys((*modes, *later_modes))}
-        mixed = mix_by_gate(self.gate, *(outputs[mode] for mode in modes), cu_seqlens=cu_seqlens)
+        mixed = mix_by_gate(self.gate, outputs[modes[0]], outputs[modes[1]], cu_seqlens)
         if later_modes != modes:
             assert self.sequences is not None
-            later = mix_by_gate(self.gate, *(outputs[mode] for mode in later_modes), cu_seqlens=cu_seqlens)
+            later = mix_by_gate(self.gate, outputs[later_modes[0]], outputs[later_modes[1]], cu_seqlens)
             in_prompt = self.sequences.in_prompt.to(query.device)
             mixed = torch.where(in_prompt[:, None, :, None], mixed, later)
         return mixed.transpose(1, 2).contiguous(), None

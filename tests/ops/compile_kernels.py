@@ -41,8 +41,7 @@ def compile_launch(module, name, capability, dtype, head_dim, *, xa_block=0, **o
     patches = {name: recorder, "compute_capability": lambda index: capability}
     if xa_block:
         blocks = -(-300 // xa_block)
-        options["kept_blocks"] = KeptBlocks(torch.ones(2, 8, blocks, blocks, dtype=torch.bool), xa_block)
-        patches["kept_lists"] = lambda mask: (mask.to(torch.int16), mask.sum(-1, dtype=torch.int32))
+        options["kept_blocks"] = KeptBlocks.from_mask(torch.ones(2, 8, blocks, blocks, dtype=torch.bool), xa_block)
     launch = module.routed_attention_forward if module is forward else module.routed_attention_forward_hopper
     with mock.patch.multiple(module, **patches):
         launch(

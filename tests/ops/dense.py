@@ -42,7 +42,7 @@ def mode_mask(
             seen = seen & ((j < sink_size) | (i - j < window_size))
         if mode == "XA":
             size = kept_blocks.block_size
-            tokens = kept_blocks.mask[n].repeat_interleave(size, 1).repeat_interleave(size, 2)
+            tokens = kept_blocks.to_mask()[n].repeat_interleave(size, 1).repeat_interleave(size, 2)
             first = max(length - query_length - begin, 0) // size * size
             kept = torch.cat([torch.zeros(heads, first, tokens.shape[2], dtype=torch.bool), tokens], 1)
             kept = kept[:, : end - begin, : end - begin]
@@ -86,7 +86,7 @@ def random_kept_blocks(
     shift = key_blocks - query_blocks
     mask[..., 0] = True
     mask |= torch.eye(query_blocks, key_blocks, dtype=torch.bool).roll(shift, 1)
-    return KeptBlocks(mask.tril(shift), block_size)
+    return KeptBlocks.from_mask(mask.tril(shift), block_size)
 
 
 def brute_force_kept(

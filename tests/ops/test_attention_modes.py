@@ -118,7 +118,7 @@ def test_prefill_in_chunks_equals_prefill_in_one_go(mode):
     }[mode]
 
     def blocks(rows):
-        return {"kept_blocks": KeptBlocks(kept.mask[:, :, rows], BLOCK)} if mode == "XA" else {}
+        return {"kept_blocks": KeptBlocks(kept.indices[:, :, rows], kept.counts[:, :, rows], BLOCK)} if mode == "XA" else {}
 
     whole, _ = run(query, key, value, **blocks(slice(None)))
     for first in range(0, 64, 32):
@@ -161,7 +161,7 @@ def test_streaming_window_over_everything_equals_full():
 
 def test_every_block_kept_equals_full():
     query, key, value = make_qkv(length=200)
-    kept = KeptBlocks(torch.ones(1, 4, 13, 13, dtype=torch.bool).tril(), BLOCK)
+    kept = KeptBlocks.from_mask(torch.ones(1, 4, 13, 13, dtype=torch.bool).tril(), BLOCK)
     output, _ = block_sparse_attention(query, key, value, kept_blocks=kept)
     assert torch.equal(output, full_attention(query, key, value)[0])
 

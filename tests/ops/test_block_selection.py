@@ -20,8 +20,8 @@ def check(query, key, *, start=None, cu_seqlens=None, **kwargs):
         last_query = end - (key.shape[2] - query.shape[2])
         expected = brute_force_kept(query[row, :, first_query:last_query], key[row, :, begin:end], **kwargs)
         rows, columns = expected.shape[1:]
-        assert torch.equal(kept.mask[n, :, :rows, :columns], expected), f"sequence {n} keeps other blocks"
-        assert kept.mask[n].sum() == expected.sum(), f"sequence {n} keeps blocks beyond its end"
+        assert torch.equal(kept.to_mask()[n, :, :rows, :columns], expected), f"sequence {n} keeps other blocks"
+        assert kept.to_mask()[n].sum() == expected.sum(), f"sequence {n} keeps blocks beyond its end"
     return kept
 
 
@@ -59,7 +59,7 @@ def test_padding_content_is_never_read():
     expected = block_selection(query, key, start=start, **SIZES)
     query[:, :, :11] = torch.nan
     key[:, :, :11] = torch.nan
-    assert torch.equal(block_selection(query, key, start=start, **SIZES).mask, expected.mask)
+    assert torch.equal(block_selection(query, key, start=start, **SIZES).to_mask(), expected.to_mask())
 
 
 def test_packed_segments_select_on_their_own():
@@ -73,9 +73,9 @@ def test_queries_on_a_block_boundary():
 def test_chunks_that_end_on_blocks_keep_what_the_whole_keeps():
     query, key, _ = make_qkv(batch=2, length=61)
     start = torch.tensor([0, 5])
-    whole = block_selection(query[1:], key[1:], start=start[1:], **SIZES).mask
+    whole = block_selection(query[1:], key[1:], start=start[1:], **SIZES).to_mask()
     for first, stop in ((0, 29), (29, 45), (45, 61)):
-        chunk = block_selection(query[1:, :, first:stop], key[1:, :, :stop], start=start[1:], **SIZES).mask
+        chunk = block_selection(query[1:, :, first:stop], key[1:, :, :stop], start=start[1:], **SIZES).to_mask()
         row = max(first - 5, 0) // 8
         rows, columns = chunk.shape[2:]
         assert torch.equal(chunk, whole[:, :, row : row + rows, :columns]), f"chunk at {first}"
@@ -88,7 +88,7 @@ def test_query_offset_inside_a_block_is_refused():
 
 def test_ties_go_to_the_lower_block():
     query, key, _ = make_qkv(length=80)
-    kept = block_selection(query, torch.zeros_like(key), block_size=8, stride=4, threshold=0.5).mask
+    kept = block_selection(query, torch.zeros_like(key), block_size=8, stride=4, threshold=0.5).to_mask()
     last_row = kept[0, 0, -1].tolist()
     # Ten blocks of nearly equal mass; the diagonal block's is lower, so four others besides it reach one half.
     assert last_row == [True] * 5 + [False] * 4 + [True]
@@ -96,22 +96,22 @@ def test_ties_go_to_the_lower_block():
 
 def test_a_threshold_met_exactly_needs_no_further_block():
     query, key, _ = make_qkv(length=4)
-    kept = block_selection(query, torch.zeros_like(key), block_size=1, stride=1, threshold=0.5).mask
+    kept = block_selection(query, torch.zeros_like(key), block_size=1, stride=1, threshold=0.5).to_mask()
     assert kept[0, 0, -1].tolist() == [True, False, False, True]
 
 
 def test_batches_of_query_blocks_do_not_change_the_result(monkeypatch):
     query, key, _ = make_qkv(length=70)
-    whole = block_selection(query, key, **SIZES).mask
+    whole = block_selection(query, key, **SIZES).to_mask()
     monkeypatch.setattr(reference, "_MAX_SCORES", 1)
-    assert torch.equal(block_selection(query, key, **SIZES).mask, whole)
+    assert torch.equal(block_selection(query, key, **SIZES).to_mask(), whole)
 
 
 def test_half_precision_is_scored_in_float32():
     query, key, _ = make_qkv(length=70, dtype=torch.bfloat16)
-    expected = block_selection(query.float(), key.float(), **SIZES).mask
+    expected = block_selection(query.float(), key.float(), **SIZES).to_mask()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(block_selection(query, key, **SIZES).mask, expected)
+        assert torch.equal(block_selection(query, key, **SIZES).to_mask(), expected)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 37, 40])
@@ -121,17 +121,17 @@ def test_computed_share_counts_pairs(length):
     share = kept.computed_share(torch.tensor([length]))
     for head in range(3):
         pairs = [(i, j) for i in range(length) for j in range(i + 1)]
-        computed = sum(bool(kept.mask[0, head, i // 8, j // 8]) for i, j in pairs)
+        computed = sum(bool(kept.to_mask()[0, head, i // 8, j // 8]) for i, j in pairs)
         assert share[0, head].item() == pytest.approx(computed / len(pairs), rel=1e-6), f"head {head}"
 
 
 def test_computed_share_of_everything_and_of_an_empty_sequence_is_one():
     mask = torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()
-    assert KeptBlocks(mask, 8).computed_share(torch.tensor([30, 0])).tolist() == [[1.0], [1.0]]
+    assert KeptBlocks.from_mask(mask, 8).computed_share(torch.tensor([30, 0])).tolist() == [[1.0], [1.0]]
 
 
 def test_computed_share_counts_beyond_float32():
     blocks = 2048  # 262,144 tokens: more pairs than float32 can count one by one
     mask = torch.eye(blocks, dtype=torch.bool).expand(1, 1, -1, -1)
-    share = KeptBlocks(mask, 128).computed_share(torch.tensor([blocks * 128]))
+    share = KeptBlocks.from_mask(mask, 128).computed_share(torch.tensor([blocks * 128]))
     assert share.item() == pytest.approx(129 / (blocks * 128 + 1), rel=1e-6)

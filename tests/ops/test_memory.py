@@ -36,7 +36,7 @@ class ShapeRecorder(TorchDispatchMode):
 
 def modes(length, heads):
     blocks = -(-length // 128)
-    kept = KeptBlocks(torch.ones(1, heads, blocks, blocks, dtype=torch.bool).tril(), 128)
+    kept = KeptBlocks.from_mask(torch.ones(1, heads, blocks, blocks, dtype=torch.bool).tril(), 128)
     return {
         "FA": full_attention,
         "SSA": functools.partial(streaming_attention, sink_size=4, window_size=64),

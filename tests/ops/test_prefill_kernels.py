@@ -5,7 +5,7 @@ import torch
 from numerics import assert_as_accurate_as, make_qkv
 from ops.dense import dense_attention, mode_mask, random_kept_blocks
 
-from elastic_kernels import routed_attention
+from elastic_kernels import KeptBlocks, routed_attention
 
 
 SIZES = {"sink_size": 3, "window_size": 20}
@@ -84,14 +84,14 @@ def compute(case, dtype, *, device="cpu", implementation="triton", head_dim=16):
     if "XA" in case["mode_pair"]:
         blocks = [-(-x.shape[2] // case["block_size"]) for x in (query, key)]
         kept = random_kept_blocks(sequences, case["heads"], *blocks, case["block_size"])
-        kept = type(kept)(kept.mask.to(device), kept.block_size)
+        kept = KeptBlocks(kept.indices.to(device), kept.counts.to(device), kept.block_size)
     actual = routed_attention(
         query, key, value, gate, mode_pair=case["mode_pair"], **sizes, **where, kept_blocks=kept, **options,
         return_lse=True, implementation=implementation,
     )  # fmt: skip
 
     cpu = [x.cpu() for x in (query, key, value)]
-    dense_kept = kept and type(kept)(kept.mask.cpu(), kept.block_size)
+    dense_kept = kept and KeptBlocks(kept.indices.cpu(), kept.counts.cpu(), kept.block_size)
     cpu_where = {name: x.cpu() for name, x in where.items()}
     masks = [
         mode_mask(m, *cpu[:2], **sizes, kept_blocks=dense_kept, **cpu_where) for m in case["mode_pair"].split("-")

@@ -1,5 +1,7 @@
 """Every rule of the operators' arguments: a ValueError that names the argument, the rule and the value."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from numerics import make_qkv
@@ -8,7 +10,7 @@ from elastic_kernels import KeptBlocks, block_selection, routed_attention
 
 
 QUERY, KEY, VALUE = make_qkv(batch=2, heads=4, kv_heads=2, length=12, head_dim=8)
-KEPT = KeptBlocks(torch.ones(2, 4, 3, 3, dtype=torch.bool).tril(), 4)
+KEPT = KeptBlocks.from_mask(torch.ones(2, 4, 3, 3, dtype=torch.bool).tril(), 4)
 ELSEWHERE = torch.device("meta")
 GOOD = {
     "query": QUERY,
@@ -73,11 +75,11 @@ ROUTED = {
     "blocks-missing": ({"mode_pair": "FA-XA"}, "`kept_blocks` must be given for a pair with XA, got None with FA-XA"),
     "blocks-unused": ({"kept_blocks": KEPT}, "`kept_blocks` must be None for a pair without XA, got one with FA-SSA"),
     "blocks-heads": (
-        {"mode_pair": "XA-SSA", "kept_blocks": KeptBlocks(KEPT.mask[:, :2], 4)},
-        "`kept_blocks` must be for 2 sequences and 4 query heads, got a mask of shape",
+        {"mode_pair": "XA-SSA", "kept_blocks": KeptBlocks(KEPT.indices[:, :2], KEPT.counts[:, :2], 4)},
+        "`kept_blocks` must be for 2 sequences and 4 query heads, got lists of shape",
     ),
     "blocks-device": (
-        {"mode_pair": "XA-SSA", "kept_blocks": KeptBlocks(KEPT.mask.to(ELSEWHERE), 4)},
+        {"mode_pair": "XA-SSA", "kept_blocks": KeptBlocks(KEPT.indices.to(ELSEWHERE), KEPT.counts.to(ELSEWHERE), 4)},
         "`kept_blocks` must be on query's device cpu, got meta",
     ),
     "softcap": ({"softcap": 0.0}, "`softcap` must be positive, got 0.0"),
@@ -119,17 +121,19 @@ def test_block_selection_refuses(case):
 
 
 @pytest.mark.parametrize(
-    ("mask", "block_size", "message"),
+    ("changes", "message"),
     [
-        (torch.ones(4, 3, 3, dtype=torch.bool), 4, r"`mask` must be bool .* got torch.bool \(4, 3, 3\)"),
-        (torch.ones(2, 4, 3, 3), 4, "`mask` must be bool .* got torch.float32"),
-        (KEPT.mask, 0, "`block_size` must be at least 1, got 0"),
+        ({"indices": KEPT.indices[0]}, r"`indices` must be int16 or int32 .* got torch.int16 \(4, 3, 3\)"),
+        ({"indices": KEPT.indices.long()}, "`indices` must be int16 or int32 .* got torch.int64"),
+        ({"counts": KEPT.counts[:, :2]}, r"`counts` must be int32 of shape \(2, 4, 3\), got torch.int32 \(2, 2, 3\)"),
+        ({"counts": KEPT.counts.long()}, r"`counts` must be int32 of shape \(2, 4, 3\), got torch.int64"),
+        ({"block_size": 0}, "`block_size` must be at least 1, got 0"),
     ],
-    ids=["mask-3d", "mask-float", "block-size"],
+    ids=["indices-3d", "indices-int64", "counts-shape", "counts-int64", "block-size"],
 )
-def test_kept_blocks_refuses(mask, block_size, message):
+def test_kept_blocks_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
-        KeptBlocks(mask, block_size)
+        replace(KEPT, **changes)
 
 
 def test_computed_share_refuses_other_lengths():
@@ -137,6 +141,6 @@ def test_computed_share_refuses_other_lengths():
         KEPT.computed_share(BOUNDS)
 
 
-def test_computed_share_refuses_the_mask_of_a_chunk():
-    with pytest.raises(ValueError, match="`mask` must be of whole sequences, got 1 x 3 blocks"):
-        KeptBlocks(KEPT.mask[:, :, 2:], 4).computed_share(BOUNDS[:2])
+def test_computed_share_refuses_the_lists_of_a_chunk():
+    with pytest.raises(ValueError, match="`indices` must be of whole sequences, got 1 x 3 blocks"):
+        KeptBlocks(KEPT.indices[:, :, 2:], KEPT.counts[:, :, 2:], 4).computed_share(BOUNDS[:2])

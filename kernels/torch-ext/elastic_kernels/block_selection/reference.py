@@ -45,7 +45,7 @@ def block_selection_reference(
         queries, keys = query[sequence.row, :, sequence.queries], key[sequence.row, :, sequence.keys]
         chosen = _select(queries, keys, block_size=block_size, stride=stride, threshold=threshold, scale=scale)
         kept[:, : chosen.shape[1], : chosen.shape[2]] = chosen
-    return KeptBlocks(mask, block_size)
+    return KeptBlocks.from_mask(mask, block_size)
 
 
 def _select(query: Tensor, key: Tensor, *, block_size: int, stride: int, threshold: float, scale: float) -> Tensor:

@@ -140,9 +140,9 @@ def _check_kept_blocks(kept_blocks: KeptBlocks | None, mode_pair: str, sequences
         return
     if kept_blocks is None:
         raise ValueError(f"`kept_blocks` must be given for a pair with XA, got None with {mode_pair}.")
-    check_device("kept_blocks", kept_blocks.mask, query)
-    if kept_blocks.mask.shape[:2] != (sequences, query.shape[1]):
+    check_device("kept_blocks", kept_blocks.indices, query)
+    if kept_blocks.indices.shape[:2] != (sequences, query.shape[1]):
         raise ValueError(
             f"`kept_blocks` must be for {sequences} sequences and {query.shape[1]} query heads, "
-            f"got a mask of shape {tuple(kept_blocks.mask.shape)}."
+            f"got lists of shape {tuple(kept_blocks.indices.shape)}."
         )

@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import MAX_INT32, compute_capability, empty_outputs, is_interpreting, on_device, pair_modes
+from .._launch import compute_capability, is_interpreting, on_device
 from .._primitives import head_limits, head_mode, key_ranges, locate_tile, masked_key, soft_cap
+from ._prefill import prepare_prefill
 from .configs import INTERPRETER, prefill_config
-from .kept_lists import kept_lists
 
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -192,38 +192,25 @@ def routed_attention_forward(
     Returns:
         The output `[B, Hq, Q, D]` in query's dtype and its log-sum-exp, float32 `[B, Hq, Q]`.
     """
-    batch, num_heads, q_length, head_dim = query.shape
-    _, num_kv_heads, k_length, _ = key.shape
+    head_dim = query.shape[3]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     capability = 80 if is_interpreting() else compute_capability(query.device.index)
     config = INTERPRETER if is_interpreting() else prefill_config(head_dim, query.element_size(), capability)
     block_m, block_n = config.block_m, config.block_n
-    lists = counts = None
-    xa_block = list_rows = list_columns = 0
     if kept_blocks is not None:
-        xa_block = kept_blocks.block_size
-        list_rows, list_columns = kept_blocks.mask.shape[2:]
-        lists, counts = kept_lists(kept_blocks.mask)
-        block_m, block_n = min(block_m, xa_block), min(block_n, xa_block)
-
-    packed = cu_seqlens is not None
-    sequences = cu_seqlens.numel() - 1 if packed else batch
-    out, lse = empty_outputs(query)
-    tiles = batch * q_length // block_m + sequences if packed else batch * triton.cdiv(q_length, block_m)
-    retrieval_mode, sparse_mode = pair_modes(mode_pair)
+        block_m, block_n = (min(block, kept_blocks.block_size) for block in (block_m, block_n))
+    launch = prepare_prefill(
+        query, key, gate, mode_pair=mode_pair, sink_size=sink_size, window_size=window_size, start=start,
+        cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, block_m=block_m,
+    )  # fmt: skip
     with on_device(query):
-        _routed_attention_fwd_kernel[(tiles * num_heads,)](
-            query, key, value, gate, start, cu_seqlens, lists, counts, sinks, out, lse,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gate.stride(), *out.stride()[:3],
-            *lse.stride()[:2],
-            sequences, num_kv_heads, q_length, k_length, list_rows, list_columns,
-            min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale, 0.0 if softcap is None else softcap,
-            RETRIEVAL_MODE=retrieval_mode, SPARSE_MODE=sparse_mode, GROUP=num_heads // num_kv_heads,
-            HEAD_DIM=head_dim, HAS_START=start is not None, HAS_CU_SEQLENS=packed, HAS_SOFTCAP=softcap is not None,
-            HAS_SINKS=sinks is not None, XA_BLOCK=xa_block,
-            BLOCK_G=triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
+        _routed_attention_fwd_kernel[launch.grid](
+            query, key, value, *launch.pointers,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *launch.strides,
+            *launch.sizes, 0.0 if softcap is None else softcap,
+            **launch.constants, HEAD_DIM=head_dim, HAS_SOFTCAP=softcap is not None,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-    return out, lse
+    return launch.out, launch.lse

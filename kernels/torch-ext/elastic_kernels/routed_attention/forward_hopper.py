@@ -16,15 +16,15 @@ Sizes: head_dim 64 and 128; fp16 and bf16; fp32 softmax and accumulation. Tensor
 import functools
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .._launch import MAX_INT32, compute_capability, empty_outputs, on_device, pair_modes
+from .._launch import compute_capability, on_device
 from .._primitives import head_limits, head_mode, key_ranges, locate_tile, masked_key
-from .kept_lists import kept_lists
+from ._hopper_softmax import lane_sums, rescale, settled, softmax
+from ._prefill import prepare_prefill
 
 
 BLOCK_M = 128
@@ -84,106 +84,6 @@ def _produce(shared, descs, free_keys, XA_BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _row_max(s):
-    """Maximum of each row, as a tree: one after the other, a lane's 32 columns would be a long chain."""
-    ROWS: gl.constexpr = s.shape[0]
-    COLUMNS: gl.constexpr = s.shape[1] // 32
-    x = s.reshape([ROWS, 2, 2, COLUMNS, 4, 2])
-    x = gl.max(gl.max(gl.max(gl.max(x, 5), 1), 1), 1)
-    return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
-
-
-@gluon.jit
-def _lane_sums(p):
-    """Sums of each row over the columns that one lane holds, `[rows, 4]`: four lanes share a row."""
-    x = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(x, 3), 1)
-
-
-@gluon.jit
-def _mask(s, offs_i, last_sink, window):
-    """-inf for keys beyond the window and the sink; positions count from the tile's first key.
-
-    As unsigned numbers distances to later keys are beyond any window. Written out because the compiler packs the
-    conditions of many elements into words, which costs more than all other steps of the softmax.
-    """
-    offs_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred seen;
-        .reg .u32 distance;
-        sub.u32 distance, $2, $3;
-        setp.lt.u32 seen, distance, $5;
-        setp.le.or.s32 seen, $3, $4, seen;
-        selp.f32 $0, $1, 0fFF800000, seen;
-        }""",
-        "=f,f,r,r,r,r",
-        [s, offs_i[:, None], offs_n[None, :], last_sink[:, None], window],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, MASKED: gl.constexpr):
-    """Folds a tile of scores into the running maximum (in log2) and the lanes' sums; the factor of older terms too."""
-    sink, window = limits
-    if MASKED:
-        s = _mask(s, offs_i - first_key, gl.minimum(sink - 1, offs_i) - first_key, window)
-    m_new = gl.maximum(m_i, _row_max(s) * to_log2)
-    # A row that has seen no key yet keeps -inf as its maximum; subtracting it would give NaN.
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(s * to_log2 - shift[:, None])
-    alpha = gl.exp2(m_i - shift)
-    lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-    return p, m_new, l_i * lane_alpha[:, None] + _lane_sums(p), alpha
-
-
-@gluon.jit
-def _rescale(acc, alpha):
-    """`acc * alpha`, idle in rows whose maximum did not change: most rows of most tiles."""
-    acc, alpha = gl.broadcast(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None])
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred changed;
-        setp.neu.f32 changed, $2, 0f3F800000;
-        mov.f32 $0, $1;
-        @changed mul.f32 $0, $1, $2;
-        }""",
-        "=f,f,f",
-        [acc, alpha],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _settled(x):
-    """`x` (never negative), computed before anything that follows.
-
-    The assembler hoists a wait for the tensor cores over arithmetic, which would end their overlap with the softmax.
-    It does not hoist it over a store, even one that never happens.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred negative;
-        .reg .u32 nowhere;
-        mov.u32 nowhere, 0;
-        setp.lt.f32 negative, $1, 0f00000000;
-        @negative st.shared.f32 [nowhere], $1;
-        mov.f32 $0, $1;
-        }""",
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _scores(q, ring, t, SCORES: gl.constexpr):
     """Starts the product of the queries with the `t`-th tile of keys."""
     buffers, ready, _ = ring
@@ -216,12 +116,12 @@ def _step(
     """Scores and softmax of tile `t` beside the output of tile `t - 1`."""
     s = _scores(q, key_ring, t, SCORES)
     # Rescaling and rounding hide behind the scores.
-    acc = _rescale(acc, alpha)
+    acc = rescale(acc, alpha)
     acc = _add_values(acc, p, value_ring, t - 1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(key_ring[2].index(t % _STAGES), count=1)
-    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, MASKED)
-    l_i = _settled(l_i)
+    p, m_i, l_i, alpha = softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, MASKED)
+    l_i = settled(l_i)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(value_ring[2].index((t - 1) % _STAGES), count=1)
     return acc, p, m_i, l_i, alpha
@@ -250,7 +150,7 @@ def _consume(
     offs_i = first_query + offs_r
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUTPUT)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
-    l_i = _lane_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
+    l_i = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     if HAS_SINKS:
         # A sink is a logit without a value: it enters the denominator only, a quarter in each of a row's four lanes.
         m_i = gl.zeros([ROWS], gl.float32, SCORE_ROWS) + sink_logit * _LOG2E
@@ -261,7 +161,7 @@ def _consume(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(key_ring[2].index(0), count=1)
     first_key = masked_key(0, num_sink, num_low, window_begin, free_end, KEYS)
-    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, True)
+    p, m_i, l_i, alpha = softmax(s, m_i, l_i, offs_i, first_key, limits, to_log2, True)
     for t in range(1, num_masked):
         first_key = masked_key(t, num_sink, num_low, window_begin, free_end, KEYS)
         acc, p, m_i, l_i, alpha = _step(
@@ -271,7 +171,7 @@ def _consume(
         acc, p, m_i, l_i, alpha = _step(
             t, 0, acc, p, m_i, l_i, alpha, q, key_ring, value_ring, offs_i, limits, to_log2, False, SCORES
         )
-    acc = _add_values(_rescale(acc, alpha), p, value_ring, num_tiles - 1)
+    acc = _add_values(rescale(acc, alpha), p, value_ring, num_tiles - 1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     l_i = gl.convert_layout(gl.sum(l_i, 1), SCORE_ROWS)
@@ -439,31 +339,16 @@ def routed_attention_forward_hopper(
     Returns:
         The output `[B, Hq, Q, D]` in query's dtype and its log-sum-exp, float32 `[B, Hq, Q]`.
     """
-    batch, num_heads, q_length, head_dim = query.shape
-    _, num_kv_heads, k_length, _ = key.shape
-    lists = counts = None
-    xa_block = list_rows = list_columns = 0
-    if kept_blocks is not None:
-        xa_block = kept_blocks.block_size
-        list_rows, list_columns = kept_blocks.mask.shape[2:]
-        lists, counts = kept_lists(kept_blocks.mask)
-    packed = cu_seqlens is not None
-    sequences = cu_seqlens.numel() - 1 if packed else batch
-    tiles = batch * q_length // BLOCK_M + sequences if packed else batch * triton.cdiv(q_length, BLOCK_M)
-    out, lse = empty_outputs(query)
-    retrieval_mode, sparse_mode = pair_modes(mode_pair)
-    lanes = head_dim // 8
+    launch = prepare_prefill(
+        query, key, gate, mode_pair=mode_pair, sink_size=sink_size, window_size=window_size, start=start,
+        cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, block_m=BLOCK_M,
+    )  # fmt: skip
+    lanes = query.shape[3] // 8
     with on_device(query):
-        _routed_attention_fwd_hopper_kernel[(tiles * num_heads,)](
+        _routed_attention_fwd_hopper_kernel[launch.grid](
             _descriptor(query, BLOCK_M // 2), _descriptor(key, BLOCK_N), _descriptor(value, BLOCK_N),
-            gate, start, cu_seqlens, lists, counts, sinks, out, lse,
-            *gate.stride(), *out.stride()[:3], *lse.stride()[:2],
-            sequences, num_kv_heads, q_length, k_length, list_rows, list_columns,
-            min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale,
-            RETRIEVAL_MODE=retrieval_mode, SPARSE_MODE=sparse_mode, GROUP=num_heads // num_kv_heads,
-            HAS_START=start is not None, HAS_CU_SEQLENS=packed, HAS_SINKS=sinks is not None, XA_BLOCK=xa_block,
-            BLOCK_G=triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
+            *launch.pointers, *launch.strides, *launch.sizes, **launch.constants,
             STORED=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]),
             num_warps=4, maxnreg=_LAUNCH_REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip
-    return out, lse
+    return launch.out, launch.lse

@@ -141,9 +141,10 @@ def block_sparse_attention(
         Xu et al., XAttention: Block Sparse Attention with Antidiagonal Scoring, arXiv 2503.16428.
     """
     size = kept_blocks.block_size
+    masks = kept_blocks.to_mask()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, sequences: slice) -> tuple[Tensor, Tensor]:
-        mask = kept_blocks.mask[sequences]
+        mask = masks[sequences]
         first_row = (key.shape[2] - query.shape[2]) // size
         needed = (-(-key.shape[2] // size) - first_row, -(-key.shape[2] // size))
         if mask.shape[2] < needed[0] or mask.shape[3] < needed[1]:

@@ -118,7 +118,9 @@ def test_prefill_in_chunks_equals_prefill_in_one_go(mode):
     }[mode]
 
     def blocks(rows):
-        return {"kept_blocks": KeptBlocks(kept.indices[:, :, rows], kept.counts[:, :, rows], BLOCK)} if mode == "XA" else {}
+        if mode != "XA":
+            return {}
+        return {"kept_blocks": KeptBlocks(kept.indices[:, :, rows], kept.counts[:, :, rows], BLOCK)}
 
     whole, _ = run(query, key, value, **blocks(slice(None)))
     for first in range(0, 64, 32):

@@ -10,16 +10,19 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from elastic_kernels import KeptBlocks, block_selection, routed_attention
-from elastic_kernels.routed_attention.dispatch import choose_implementation
-from elastic_kernels.routed_attention.reference import block_sparse_attention, mix_by_gate, streaming_attention
+from elastic_kernels import block_selection
 
+from .cache import RoutingMemory
 from .config import ElasticConfig
 from .context import RoutingRecord
+from .mode_pairs import PairAttention
 from .sequences import Sequences
 
 
 ATTENTION_NAME = "elastic"
+
+# Options of the scores: elastic_kernels' name -> transformers' name.
+SCORE_ARGUMENTS = {"softcap": "softcap", "sinks": "s_aux", "scale": "scaling"}
 
 
 def register_attention() -> None:
@@ -66,6 +69,7 @@ class ElasticRoute:
         start: int64 `[B]`, first valid key of each row, or `None`.
         sequences: the sequences of a pass that holds prompts; `None` for queries that continue one.
         record: filled by a pass that holds prompts.
+        memory: the cache layer that holds the tokens before these; `None` without a cache.
     """
 
     gate: torch.Tensor
@@ -75,9 +79,16 @@ class ElasticRoute:
     start: torch.Tensor | None = None
     sequences: Sequences | None = None
     record: RoutingRecord | None = None
+    memory: RoutingMemory | None = None
 
     def attend(self, module, query, key, value, attention_mask, **kwargs):
         """Mixes the two modes; see `elastic_attention_forward`."""
+        scores = {name: kwargs.get(given) for name, given in SCORE_ARGUMENTS.items()}
+        store = None if self.memory is None else self.memory.store
+        if store is not None and self.sequences is None and store.takes(query.shape[2]):
+            return store.attend(query, **scores).transpose(1, 2).contiguous(), None
+        if store is not None and self.record is not None:
+            self.record.slots_by_layer[self.index] = store.slots
         base = base_attention(module)
         keys_seen = self.past + query.shape[2]
         modes, later_modes = self._modes(module.training)
@@ -90,68 +101,65 @@ class ElasticRoute:
                 "with attention_dropout=0.0."
             )
         # A static cache is longer than what it holds.
-        key_held, value_held = key[:, :, :keys_seen], value[:, :, :keys_seen]
+        held = (query, key[:, :, :keys_seen], value[:, :, :keys_seen])
+        pair = PairAttention(
+            *held,
+            run_full=lambda: base(module, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2),
+            sizes={"sink_size": self.config.sink_size, "window_size": self.config.window_size},
+            scores=scores,
+        )
         # The layers of one model may lie on several devices.
-        start = None if self.start is None else self.start.to(query.device)
-        cu_seqlens = None if self.sequences is None else self.sequences.cu_seqlens
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(query.device)
-        where: dict[str, Any] = {"start": start, "cu_seqlens": cu_seqlens}
-        kept: Any = None
-        kept_where = where
-        if "XA" in modes:
-            kept, kept_where = self._keep_blocks(query, key_held, kwargs.get("scaling"), where)
-        sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
-        scores: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "scale": kwargs.get("scaling")}
-        sizes: dict[str, Any] = {"sink_size": self.config.sink_size, "window_size": self.config.window_size}
-        implementation = "reference"
-        if self.sequences is not None and modes == later_modes:  # the fused kernels take whole prompts
-            implementation = choose_implementation(
-                None, query, key_held, value_held, self.gate, kept_blocks=kept, softcap=softcap, sinks=sinks
-            )
+        where = {"start": _to(self.start, query.device)}
+        if self.sequences is not None:
+            where["cu_seqlens"] = _to(self.sequences.cu_seqlens, query.device)
+        if self.sequences is None or (modes == later_modes and "XA" not in modes):
+            mixed, implementation = pair(later_modes, self.gate, **where)
+        else:
+            mixed, implementation = self._attend_prompts(pair, modes, where, module.training)
+            if modes != later_modes:
+                later, _ = pair(later_modes, self.gate, **where)
+                in_prompt = self.sequences.in_prompt.to(query.device)
+                mixed = torch.where(in_prompt[:, None, :, None], mixed, later)
         self._note(implementation)
-        if implementation != "reference":
-            sizes |= {"mode_pair": self.config.mode_pair, "kept_blocks": kept, "implementation": implementation}
-            fused: Any = routed_attention(query, key_held, value_held, self.gate, **sizes, **where, **scores)
-            return fused.transpose(1, 2), None
-
-        def run(mode):
-            if mode == "FA":
-                # The model's own attention, so that full heads are its own to the last bit.
-                return base(module, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2)
-            if mode == "SSA":
-                return streaming_attention(query, key_held, value_held, **sizes, **where, **scores)[0]
-            return block_sparse_attention(query, key_held, value_held, kept_blocks=kept, **kept_where, **scores)[0]
-
-        outputs = {mode: run(mode) for mode in dict.fromkeys((*modes, *later_modes))}
-        mixed = mix_by_gate(self.gate, outputs[modes[0]], outputs[modes[1]], cu_seqlens)
-        if later_modes != modes:
-            assert self.sequences is not None
-            later = mix_by_gate(self.gate, outputs[later_modes[0]], outputs[later_modes[1]], cu_seqlens)
-            in_prompt = self.sequences.in_prompt.to(query.device)
-            mixed = torch.where(in_prompt[:, None, :, None], mixed, later)
         return mixed.transpose(1, 2).contiguous(), None
 
-    def _keep_blocks(self, query, key, scale, where) -> tuple[KeptBlocks, dict[str, Any]]:
-        """XAttention's blocks of the prompts, and the segments they count from; notes the share of pairs they hold.
+    def _attend_prompts(self, pair: PairAttention, modes, where, training) -> tuple[torch.Tensor, str]:
+        """The pair's output for the prompts' tokens; notes the share of pairs that XAttention's blocks hold.
 
-        A block's choice depends on all its queries, so answers and padding must not take part in it.
+        A block's choice depends on all its queries, so answers and padding must not take part in it: a sequence that
+        may have any is cut into three segments, of which the middle one is the prompt.
         """
-        config, sequences, record = self.config, self.sequences, self.record
+        if "XA" not in modes:
+            return pair(modes, self.gate, **where)
+        config, sequences, record, gate = self.config, self.sequences, self.record, self.gate
         assert sequences is not None  # queries that continue a prompt select no blocks
         assert record is not None
-        segments = sequences.lengths
+        query, key, _ = pair.inputs
+        # Training needs both modes of every head.
+        wanted = torch.ones_like(gate, dtype=torch.bool) if training else gate.bool() == (config.sparse_mode == "XA")
+        segments = sequences.lengths.to(query.device)
         if sequences.open_ended:
-            bounds = sequences.prompt_bounds.to(query.device)
-            where = {"start": None, "cu_seqlens": bounds}
-            segments = bounds.diff()
-        sizes = {"block_size": config.xattn_block_size, "stride": config.xattn_stride}
-        kept = block_selection(query, key, **sizes, threshold=config.xattn_threshold, scale=scale, **where)
-        share = kept.computed_share(segments.to(query.device))
+            where = {"cu_seqlens": sequences.prompt_bounds.to(query.device)}
+            gate = gate.repeat_interleave(3, dim=0)
+            wanted = wanted.repeat_interleave(3, dim=0)
+            wanted[0::3] = wanted[2::3] = False
+            segments = where["cu_seqlens"].diff()
+        kept = block_selection(
+            query,
+            key,
+            heads=wanted,
+            block_size=config.xattn_block_size,
+            stride=config.xattn_stride,
+            threshold=config.xattn_threshold,
+            scale=pair.scores["scale"],
+            **where,
+        )
+        share = kept.computed_share(segments)
         if sequences.open_ended:
             share = _with_later_pairs(share[1::3], segments[1::3], sequences.lengths)
         groups = query.shape[1] // key.shape[1]
         record.xattn_share_by_layer[self.index] = share.unflatten(1, (-1, groups)).mean(dim=-1)
-        return kept, where
+        return pair(modes, gate, **where, kept_blocks=kept)
 
     def _modes(self, training: bool) -> tuple[tuple[str, str], tuple[str, str]]:
         """(retrieval, sparse) modes of prompt queries and of the queries after a prompt.
@@ -177,6 +185,10 @@ class ElasticRoute:
     def _note(self, implementation: str):
         if self.record is not None and self.record.implementation in (None, "dense"):
             self.record.implementation = implementation
+
+
+def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _with_later_pairs(share: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")])
 ORDER = [
     ["config", "gating", "router", "families", "sequences", "sparsity", "report"],
     ["cache", "context"],
+    ["mode_pairs"],
     ["attention"],
     ["layer"],
     ["hooks"],
@@ -28,8 +29,6 @@ ORDER = [
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 HEAVY = {"trl", "datasets", "triton", "matplotlib"}
-# Files that define kernels need Triton at once; nothing imports them before a kernel runs.
-KERNEL_FILES = {path for path in KERNELS.rglob("*.py") if "\nimport triton\n" in path.read_text(encoding="utf-8")}
 TRAINING = {"data", "trainer_config", "trainer"}  # imported on first use only, see `elastic_peft.__getattr__`
 
 
@@ -81,14 +80,42 @@ def test_kernels_do_not_know_the_adapter(path):
     assert not names, f"elastic_kernels must not import {names}"
 
 
-def test_only_the_attention_calls_the_kernels():
+def test_only_routers_and_attention_call_the_kernels():
     users = {p.stem for p in PACKAGE.rglob("*.py") if any(n.startswith("elastic_kernels") for n in imported(parse(p)))}
-    assert users == {"attention"}
+    assert users <= {"attention", "mode_pairs", "ragged_store", "router"}
 
 
 def test_only_the_registration_extends_peft_type():
     owners = [relative(path) for path in SOURCES if "_member_map_" in path.read_text(encoding="utf-8")]
     assert owners == ["elastic_peft/registration.py"]
+
+
+def files_imported_at_once(path):
+    """Files of `elastic_kernels` that `path` imports with relative imports when it is imported itself."""
+    for node in parse(path).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            targets = [folder, *(folder / alias.name for alias in node.names)]
+            yield from (target.with_suffix(".py") for target in targets)
+            yield from (target / "__init__.py" for target in targets)
+
+
+def find_kernel_files():
+    """Files that import Triton or another such file at once: nothing else may import them before a kernel runs."""
+    files = set(KERNELS.rglob("*.py"))
+    found = {path for path in files if "triton" in {name.split(".")[0] for name in imported_at_once(parse(path))}}
+    while True:
+        users = {path for path in files - found if found.intersection(files_imported_at_once(path))}
+        if not users:
+            return found
+        found |= users
+
+
+KERNEL_FILES = find_kernel_files()
+
+
+def test_the_operators_do_not_need_triton():
+    assert not {path for path in KERNEL_FILES if path.name in ("__init__.py", "api.py", "dispatch.py", "reference.py")}
 
 
 @pytest.mark.parametrize(
@@ -98,9 +125,6 @@ def test_heavy_packages_are_imported_on_use(path):
     heavy = {name.split(".")[0] for name in imported_at_once(parse(path))} & HEAVY
     training = {name for name in imported_at_once(parse(path)) if name.split(".")[:1] == ["elastic_peft"]}
     training = {name.split(".")[1] for name in training if "." in name} & TRAINING
-    kernels = {path.stem for path in KERNEL_FILES} if KERNELS in path.parents else set()
-    kernels &= {name.split(".")[-1] for name in imported_at_once(parse(path))}
-    assert not kernels, f"import {sorted(kernels)} inside the function that needs it"
     assert not heavy | training, f"import {sorted(heavy | training)} inside the function that needs it"
 
 

@@ -6,7 +6,7 @@ from peft import get_peft_model
 from transformers import StaticCache
 
 from elastic_kernels.routed_attention.dispatch import choose_implementation
-from elastic_peft import attention, forced_routing, last_routing
+from elastic_peft import forced_routing, last_routing, mode_pairs
 
 
 DECISIONS = torch.tensor([[[True, False]] * 2, [[False, True]] * 2])
@@ -17,7 +17,7 @@ def use(monkeypatch):
     """Makes prompts that the kernels take run on the named implementation."""
 
     def choose(name):
-        monkeypatch.setattr(attention, "choose_implementation", lambda _, *args, **options: name)
+        monkeypatch.setattr(mode_pairs, "choose_implementation", lambda _, *args, **options: name)
         return name
 
     return choose

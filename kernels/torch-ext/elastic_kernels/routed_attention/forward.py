@@ -148,9 +148,9 @@ def _routed_attention_fwd_kernel(
     if XA_BLOCK > 0 and block_sparse:
         tiles_per_block: tl.constexpr = XA_BLOCK // BLOCK_N
         list_row = (sequence.to(tl.int64) * num_kv_heads * GROUP + head) * list_rows + tile * BLOCK_M // XA_BLOCK
-        kept = tl.load(count_ptr + list_row)
-        # The diagonal block is always kept and closes the list; the masked loop has done it.
-        for t in range(0, (kept - 1) * tiles_per_block):
+        # The diagonal block closes the list; the masked loop has done it.
+        before = tl.maximum(tl.load(count_ptr + list_row) - 1, 0)
+        for t in range(0, before * tiles_per_block):
             block = tl.load(list_ptr + list_row * list_columns + t // tiles_per_block).to(tl.int32)
             key_tile = block * XA_BLOCK + t % tiles_per_block * BLOCK_N
             acc, l_i, m_i = _attend(

@@ -241,9 +241,9 @@ def _routed_attention_fwd_hopper_kernel(
     if XA_BLOCK > 0:
         list_row = (sequence.to(gl.int64) * num_kv_heads * GROUP + head) * list_rows + tile * BLOCK_M // XA_BLOCK
         kept_ptr = list_ptr + list_row * list_columns
-        # The diagonal block is always kept and closes the list: its tiles are the masked ones.
-        kept = gl.load(count_ptr + list_row, mask=num_rows > 0, other=1)
-        num_tiles = gl.where(block_sparse, num_masked + (kept - 1) * (XA_BLOCK // KEYS), num_tiles)
+        # The diagonal block closes the list: its tiles are the masked ones.
+        before = gl.maximum(gl.load(count_ptr + list_row, mask=num_rows > 0, other=1) - 1, 0)
+        num_tiles = gl.where(block_sparse, num_masked + before * (XA_BLOCK // KEYS), num_tiles)
     # A tile without queries folds one tile of keys and stores nothing.
     num_masked = gl.where(num_rows > 0, num_masked, 1)
     num_tiles = gl.where(num_rows > 0, num_tiles, 1)

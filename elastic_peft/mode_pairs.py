@@ -1,0 +1,91 @@
+"""Attention under one pair of modes: on the fused kernels where they take it, else on the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_kernels import KeptBlocks, routed_attention
+from elastic_kernels.routed_attention.dispatch import choose_implementation
+from elastic_kernels.routed_attention.reference import block_sparse_attention, mix_by_gate, streaming_attention
+
+
+class PairAttention:
+    """Attention of one layer in one forward pass, under whatever pair of modes its tokens need.
+
+    Args:
+        query: `[B, Hq, Q, head_dim]`.
+        key: `[B, H, K, head_dim]`, the tokens held so far, the queries' own at the end.
+        value: `[B, H, K, head_dim]`.
+        run_full: the model's own attention over all of them, `[B, Hq, Q, head_dim]`.
+        sizes: `sink_size` and `window_size`.
+        scores: `softcap`, `sinks` and `scale`.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        run_full: Callable[[], torch.Tensor],
+        sizes: dict[str, int],
+        scores: dict[str, Any],
+    ):
+        self.inputs = (query, key, value)
+        self.sizes = sizes
+        self.scores = scores
+        self._run_full = run_full
+        self._full: torch.Tensor | None = None
+
+    def full(self) -> torch.Tensor:
+        """The model's own attention, so that full heads are its own to the last bit; computed once."""
+        if self._full is None:
+            self._full = self._run_full()
+        return self._full
+
+    def __call__(
+        self,
+        modes: tuple[str, str],
+        gate: torch.Tensor,
+        *,
+        start: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        kept_blocks: KeptBlocks | None = None,
+    ) -> tuple[torch.Tensor, str]:
+        """Each head's output in the mode that its gate picks.
+
+        Args:
+            modes: (retrieval, sparse), each `"FA"`, `"SSA"` or `"XA"`.
+            gate: `[N, H]`, 1 = sparse, one row for each row or packed segment.
+            start: int `[B]`, first valid key of each row.
+            cu_seqlens: int `[N + 1]`, bounds of packed segments.
+            kept_blocks: XAttention's blocks, for a pair that has it.
+
+        Returns:
+            `[B, Hq, Q, head_dim]` and the name of the implementation that ran.
+        """
+        if modes == ("FA", "FA"):
+            return self.full(), "dense"
+        query, key, value = self.inputs
+        softcap, sinks = self.scores["softcap"], self.scores["sinks"]
+        implementation = choose_implementation(
+            None, query, key, value, gate, kept_blocks=kept_blocks, softcap=softcap, sinks=sinks
+        )
+        where: dict[str, Any] = {"start": start, "cu_seqlens": cu_seqlens}
+        if implementation != "reference":
+            options: dict[str, Any] = {"kept_blocks": kept_blocks, "implementation": implementation}
+            out = routed_attention(
+                query, key, value, gate, mode_pair="-".join(modes), **self.sizes, **where, **self.scores, **options
+            )
+            return out, implementation
+
+        def run(mode):
+            if mode == "FA":
+                return self.full()
+            if mode == "SSA":
+                return streaming_attention(query, key, value, **self.sizes, **where, **self.scores)[0]
+            return block_sparse_attention(query, key, value, kept_blocks=kept_blocks, **where, **self.scores)[0]
+
+        return mix_by_gate(gate, run(modes[0]), run(modes[1]), cu_seqlens), implementation

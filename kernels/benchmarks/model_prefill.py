@@ -1,31 +1,53 @@
-"""Times the prefill of a whole routed model against the same model with its adapter disabled.
+"""Rows `model_prefill/...`: the prefill of a whole routed model against the same model with its adapter disabled.
 
-    python kernels/benchmarks/model_prefill.py --lengths 32768 131072 --output rows.json
-
-Llama-3.1-8B shapes with random weights; FA-SSA with default sink and window, decisions forced to a mean model sparsity
-ratio of 0.70 over the layers. The baseline is causal cuDNN SDPA. Runs of both alternate.
+Llama-3.1-8B shapes with random weights; decisions forced to a mean model sparsity ratio of 0.70 over the layers.
 """
 
-import argparse
-import json
-import statistics
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
+from benchmark import Times, compare, peak_memory
+from inputs import HEAD_DIM, HEADS, KV_HEADS, label
 from peft import get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import elastic_peft.attention
+from elastic_kernels import KeptBlocks, block_selection
 from elastic_peft import ElasticConfig, forced_routing, last_routing
 
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
-ROUNDS = 3
+CONDITIONS = (
+    "Llama-3.1-8B shapes, random bf16 weights, one prompt, decisions forced; baseline: the same model on causal cuDNN "
+    "SDPA with the adapter disabled; alternating runs after one that gives the peak memory, median"
+)
+LAYERS = 32
+MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
+BLOCK_SIZE, DENSITY = 128, 0.1
+XA_CONDITIONS = (
+    f"random weights give the selection nothing to find: it runs, and a random choice of {DENSITY:.0%} of the causal "
+    "block pairs, first and diagonal block included, takes the place of its result"
+)
+
+
+def rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The rows of each length, one a mode pair."""
+    model, decisions = make_model(), make_decisions().cuda()
+    for length in lengths:
+        yield from measure(model, decisions, length)
+
+
+def choose_rounds(length: int) -> int:
+    """Timed runs of each model: one of dense attention over 256K tokens takes most of a minute."""
+    return {262_144: 1, 131_072: 2}.get(length, 3)
 
 
 def make_model() -> torch.nn.Module:
-    """The routed model, bfloat16 on the GPU."""
+    """The routed model, bfloat16 on the GPU, with an adapter for each mode pair."""
     config = LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -41,72 +63,88 @@ def make_model() -> torch.nn.Module:
     with torch.device("cuda"):
         base = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     torch.set_default_dtype(torch.float32)
-    return get_peft_model(base, ElasticConfig(standardize_input=False, task_type="CAUSAL_LM"))
+    first, *others = (
+        ElasticConfig(mode_pair=pair, standardize_input=False, task_type="CAUSAL_LM") for pair in MODE_PAIRS
+    )
+    model = get_peft_model(base, first, adapter_name=first.mode_pair)
+    for config in others:
+        model.add_adapter(config.mode_pair, config)
+    return model.eval()
 
 
 def make_decisions() -> torch.Tensor:
     """Decisions `[LAYERS, KV_HEADS]`: six sparse heads in three of five layers, five in the others."""
     sparse = torch.tensor([6 if layer % 5 < 3 else 5 for layer in range(LAYERS)])
-    return (torch.arange(KV_HEADS) < sparse[:, None]).cuda()
+    return torch.arange(KV_HEADS) < sparse[:, None]
 
 
-def measure(model: torch.nn.Module, decisions: torch.Tensor, length: int) -> dict:
-    """One row: medians in milliseconds, and peak memory of the routed over that of the dense run."""
+@torch.no_grad()
+def measure(model: torch.nn.Module, decisions: torch.Tensor, length: int) -> list[dict[str, Any]]:
+    """The rows of one length."""
     ids = torch.randint(3, 512, (1, length), device="cuda")
+    implementations: dict[str, str] = {}
 
-    def routed():
-        with forced_routing(model, decisions):
+    def routed(pair: str) -> None:
+        model.set_adapter(pair)
+        with forced_routing(model, decisions), keeping(kept) if "XA" in pair else contextlib.nullcontext():
             model(ids, use_cache=False, logits_to_keep=1)
+        implementations[pair] = last_routing(model).implementation
 
-    def dense():
+    def dense() -> None:
         with model.disable_adapter(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             model(ids, use_cache=False, logits_to_keep=1)
 
-    peak = {run: peak_memory(run) for run in (routed, dense)}
-    times = [(milliseconds(routed), milliseconds(dense)) for _ in range(ROUNDS)]
-    ours, baseline = (statistics.median(column) for column in zip(*times))
-    return {
-        "name": f"model_prefill/{length // 1024}K/fa-ssa",
-        "ours_ms": ours,
-        "baseline": "cudnn",
-        "baseline_ms": baseline,
-        "speedup": baseline / ours,
-        "msr": decisions.float().mean().item(),
-        "peak_memory_ratio": peak[routed] / peak[dense],
-        "implementation": last_routing(model).implementation,
-    }
+    runs: dict[str, Callable[[], None]] = {"dense": dense}
+    runs |= {pair: (lambda pair=pair: routed(pair)) for pair in MODE_PAIRS}
+    peak = {name: peak_memory(runs[name]) for name in ("dense", "FA-SSA")}
+    kept = random_kept_blocks(HEADS, -(-length // BLOCK_SIZE), device="cuda")
+    peak |= {name: peak_memory(runs[name]) for name in ("FA-XA", "XA-SSA")}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(choose_rounds(length)):
+        for name, run in runs.items():
+            times[name].append(wall_milliseconds(run))
+    result = []
+    for pair in MODE_PAIRS:
+        fields = {
+            "msr": decisions.float().mean().item(),
+            "peak_memory_ratio": peak[pair] / peak["dense"],
+            "implementation": implementations[pair],
+        }
+        if "XA" in pair:
+            density = kept.computed_share(torch.tensor([length])).mean().item()
+            fields |= {"density": density, "conditions": XA_CONDITIONS}
+        name = f"model_prefill/{label(length)}/{pair.lower()}"
+        result.append(compare(name, Times(times[pair], "wall"), "cudnn", Times(times["dense"], "wall"), **fields))
+    return result
 
 
-def peak_memory(run: Callable[[], None]) -> int:
-    """Bytes at most allocated during a run, which is also the warm-up."""
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+@contextlib.contextmanager
+def keeping(kept: KeptBlocks) -> Iterator[None]:
+    """Context in which routed layers select blocks as ever and then attend `kept` instead of what was selected."""
+
+    def select(*args: Any, **kwargs: Any) -> KeptBlocks:
+        block_selection(*args, **kwargs)
+        return kept
+
+    with mock.patch.object(elastic_peft.attention, "block_selection", select):
+        yield
 
 
-def milliseconds(run: Callable[[], None]) -> float:
+def random_kept_blocks(heads: int, blocks: int, *, device: str) -> KeptBlocks:
+    """The first and the diagonal block of each row, and as many others as make `DENSITY` of it on average."""
+    row = torch.arange(blocks, device=device)
+    others = (row - 1).clamp(min=1)
+    chance = (DENSITY * (row + 1) - 2).clamp(min=0) / others
+    generator = torch.Generator(device).manual_seed(blocks)
+    mask = torch.rand(1, heads, blocks, blocks, generator=generator, device=device) < chance[:, None]
+    mask |= (row[:, None] == row) | (row == 0)
+    return KeptBlocks.from_mask(mask & (row <= row[:, None]), BLOCK_SIZE)
+
+
+def wall_milliseconds(run: Callable[[], None]) -> float:
+    """Time of one run by the host's clock, from an idle device to an idle device."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     run()
     torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begun)
-
-
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32_768, 131_072])
-    parser.add_argument("--output", help="file for the rows as JSON")
-    arguments = parser.parse_args()
-    model, decisions, rows = make_model(), make_decisions(), []
-    for length in arguments.lengths:
-        rows.append(measure(model, decisions, length))
-        print(rows[-1], flush=True)
-        if arguments.output:
-            with open(arguments.output, "w", encoding="utf-8") as file:
-                json.dump({"hardware": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()

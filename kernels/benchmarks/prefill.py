@@ -1,192 +1,113 @@
-"""Times routed prefill attention against what a user would run instead, all in one process.
+"""Rows `prefill/...`: routed attention of one layer against what a user would run instead; rows `peak_memory/...`."""
 
-    python kernels/benchmarks/prefill.py --lengths 8192 32768 131072 --shares 0 0.75 --output rows.json
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-Baselines are causal: cuDNN and FA2 through SDPA, flash-attn-4 when it can be imported, and `serial-fa4`: the full
-heads gathered into one flash-attn-4 call, the others into one streaming launch, scattered back. Refuses to time a
-kernel that disagrees with float32 attention. Rounds of all candidates alternate, so that heat and power limits meet
-all of them; short launches are replayed from a CUDA graph, which leaves out the host.
-"""
-
-import argparse
-import importlib.util
-import json
-import statistics
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from baselines import DENSE, FlexAttention, flash_attn_4_version, serial_dispatch
+from benchmark import Times, compare, peak_memory, require_agreement, time_runs
+from inputs import SHAPES, SIZES, label, make_gate, make_inputs
+from torch import Tensor
 
 from elastic_kernels import routed_attention
+from elastic_kernels.routed_attention.dispatch import choose_implementation
 
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SIZES = {"mode_pair": "FA-SSA", "sink_size": 128, "window_size": 2048}
-ROUNDS = 3
+CONDITIONS = (
+    f"B=1, {SHAPES}; normal inputs; rounds of all candidates alternate, median; up to 8K from CUDA graphs; "
+    "serial: heads gathered by mode, a dense launch (FA2, or flash-attn-4) and a streaming launch (ours), scattered "
+    "back; flex: compiled FlexAttention, block mask built anew"
+)
+SHARES = (0.0, 0.5, 0.75, 0.875, 1.0)
+SERIAL = {"serial": ("fa2", (0.75, 0.875)), "serial-fa4": ("fa4", (0.75,))}
+FLEX = (131_072, 0.75)
+MEMORY_SHARE = 0.75
 GRAPH_LENGTH, GRAPH_LAUNCHES = 8192, 10
+# Dense attention of one layer takes about this many seconds a squared token; a candidate's round should take 0.2 s.
+DENSE_SECONDS, ROUND_SECONDS = 1.7e-11, 0.2
 
 
-def make_inputs(length: int) -> list[torch.Tensor]:
-    """Query, key and value `[1, heads, length, HEAD_DIM]` as a projection leaves them: heads inside tokens."""
-    generator = torch.Generator("cuda").manual_seed(length)
-    return [
-        torch.randn(1, length, heads, HEAD_DIM, generator=generator, device="cuda", dtype=torch.bfloat16).transpose(
-            1, 2
-        )
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
+def rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The rows of each length.
+
+    Raises:
+        RuntimeError: a baseline computes something else than `routed_attention`.
+    """
+    for length in lengths:
+        inputs = make_inputs(length)
+        yield memory_row(length, inputs)  # while nothing but the inputs is allocated
+        yield from attention_rows(length, measure(length, inputs), choose_implementation(None, *inputs, make_gate(0)))
 
 
-def make_gate(share: float) -> torch.Tensor:
-    """Gate `[1, KV_HEADS]` in which this share of the heads is sparse."""
-    return torch.arange(KV_HEADS, device="cuda")[None] < round(share * KV_HEADS)
-
-
-def check(implementation: str | None) -> None:
-    """Exit unless the kernel agrees with masked float32 attention where windows, sinks and edges all occur."""
-    query, key, value = make_inputs(3001)
-    gate = make_gate(0.5)
-    output = routed_attention(query, key, value, gate, **SIZES, implementation=implementation)
-    i, j = torch.arange(3001, device="cuda")[:, None], torch.arange(3001, device="cuda")[None]
-    near = (i - j < SIZES["window_size"]) | (j < SIZES["sink_size"])
-    mask = (j <= i) & (near | ~gate.repeat_interleave(HEADS // KV_HEADS, 1)[0, :, None, None])
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = F.scaled_dot_product_attention(*(x.float() for x in (query, key, value)), mask, enable_gqa=True)
-    error = ((output - expected).norm() / expected.norm()).item()
-    if not error < 5e-3:
-        raise SystemExit(f"not timed: relative error {error:.2e} against float32 attention")
-
-
-def sdpa(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[], object]:
-    def run():
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-    return run
-
-
-def flash_attn_4(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """flash-attn-4 on `[1, length, heads, HEAD_DIM]`."""
-    from flash_attn.cute import flash_attn_func
-
-    output = flash_attn_func(query, key, value, causal=True)
-    return output[0] if isinstance(output, tuple) else output
-
-
-def serial(inputs: list[torch.Tensor], gate: torch.Tensor, implementation: str | None) -> Callable[[], torch.Tensor]:
-    """Each mode's heads gathered, computed by themselves and scattered back."""
-    full, sparse = (torch.nonzero(gate[0] == side)[:, 0] for side in (0, 1))
-    full_queries, sparse_queries = (
-        (HEADS // KV_HEADS * heads[:, None] + torch.arange(HEADS // KV_HEADS, device="cuda")).flatten()
-        for heads in (full, sparse)
-    )
-    rows = [x.transpose(1, 2) for x in inputs]
-    all_sparse = torch.ones(1, len(sparse), dtype=torch.bool, device="cuda")
-
-    def run():
-        output = torch.empty_like(rows[0])
-        dense = flash_attn_4(*(x.index_select(2, n) for x, n in zip(rows, (full_queries, full, full))))
-        output.index_copy_(2, full_queries, dense)
-        gathered = (x.index_select(2, n).transpose(1, 2) for x, n in zip(rows, (sparse_queries, sparse, sparse)))
-        streamed = routed_attention(*gathered, all_sparse, **SIZES, implementation=implementation)
-        return output.index_copy_(2, sparse_queries, streamed.transpose(1, 2))
-
-    return run
-
-
-def capture(run: Callable[[], object]) -> Callable[[], object]:
-    """`GRAPH_LAUNCHES` launches as one replay."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_LAUNCHES):
-            run()
-    return graph.replay
-
-
-def milliseconds(run: Callable[[], object], repeats: int) -> list[float]:
-    """Device times of `repeats` runs after one that does not count."""
-    run()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for begin, end in events:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
-
-
-def measure(length: int, shares: list[float], implementation: str | None) -> list[dict]:
-    """Rows of one length: median and 20% / 80% quantiles in milliseconds, against each baseline."""
-    inputs = make_inputs(length)
-    baselines = {
-        "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, *inputs),
-        "fa2": sdpa(SDPBackend.FLASH_ATTENTION, *inputs),
-    }
-    if importlib.util.find_spec("flash_attn") is not None:
-        rows = [x.transpose(1, 2) for x in inputs]
-        baselines["fa4"] = lambda: flash_attn_4(*rows)
-    runs = dict(baselines)
-    for share in shares:
-        gate = make_gate(share)
-        runs[share] = lambda gate=gate: routed_attention(*inputs, gate, **SIZES, implementation=implementation)
-        if "fa4" in baselines and 0 < gate.sum() < KV_HEADS:
-            runs["serial-fa4", share] = serial(inputs, gate, implementation)
+def measure(length: int, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[tuple, Times]:
+    """Times of all candidates at one length."""
+    runs = candidates(length, inputs)
+    check(runs)
     launches = GRAPH_LAUNCHES if length <= GRAPH_LENGTH else 1
-    if launches > 1:
-        runs = {name: capture(run) for name, run in runs.items()}
-    repeats = max(3, min(20, round(0.3 / (1.7e-11 * length**2 * launches))))
-    times = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name] += [time / launches for time in milliseconds(run, repeats)]
-    result = []
-    for share in shares:
-        low, *_, high = statistics.quantiles(times[share], n=5)
-        ours = statistics.median(times[share])
-        others = {name: times[name] for name in baselines}
-        if ("serial-fa4", share) in times:
-            others["serial-fa4"] = times["serial-fa4", share]
-        for name, other in others.items():
-            theirs = statistics.median(other)
-            row = f"prefill/{length // 1024}K/msr{share:g}/{name}"
-            result.append(
-                {
-                    "name": row,
-                    "ours_ms": ours,
-                    "ours_20": low,
-                    "ours_80": high,
-                    "baseline": name,
-                    "baseline_ms": theirs,
-                }
-                | {"speedup": theirs / ours}
-            )
-    return result
+    return time_runs(runs, repeats=choose_repeats(length, launches), launches=launches)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument("--shares", type=float, nargs="+", default=[0, 0.5, 0.75, 0.875, 1])
-    parser.add_argument("--implementation", help="a fused kernel by name; the dispatch's choice by default")
-    parser.add_argument("--output", help="file for the rows as JSON")
-    arguments = parser.parse_args()
-    check(arguments.implementation)
-    rows = []
-    for length in arguments.lengths:
-        for row in measure(length, arguments.shares, arguments.implementation):
-            print(
-                f"{row['name']:34s} {row['ours_ms']:9.4f} {row['baseline_ms']:9.4f} {row['speedup']:6.2f}", flush=True
-            )
-            rows.append(row)
-        if arguments.output:
-            with open(arguments.output, "w", encoding="utf-8") as file:
-                json.dump({"hardware": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
+def baseline_names(length: int, share: float, *, has_flash_attn_4: bool) -> list[str]:
+    """What routed attention at this length and share of sparse heads is compared with."""
+    names = list(DENSE) + [name for name, (_, shares) in SERIAL.items() if share in shares]
+    names += ["flex"] if (length, share) == FLEX else []
+    return [name for name in names if has_flash_attn_4 or not name.endswith("fa4")]
 
 
-if __name__ == "__main__":
-    main()
+def candidates(length: int, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[tuple, Callable[[], Any]]:
+    """Everything to time at one length, by (name, share); dense kernels have no share."""
+    runs: dict[tuple, Callable[[], Any]] = {}
+    for share in SHARES:
+        gate = make_gate(share, device=inputs[0].device)
+        runs["ours", share] = functools.partial(routed_attention, *inputs, gate, **SIZES)
+        for name in baseline_names(length, share, has_flash_attn_4=flash_attn_4_version() is not None):
+            if name in DENSE:
+                runs[name,] = functools.partial(DENSE[name], *inputs)
+            elif name in SERIAL:
+                runs[name, share] = serial_dispatch(*inputs, gate, DENSE[SERIAL[name][0]])
+            else:
+                flex = FlexAttention(*inputs, gate)
+                runs["flex-mask", share] = flex.mask
+                runs["flex", share] = functools.partial(flex.attend, flex.mask())
+    return runs
+
+
+def check(runs: dict[tuple, Callable[[], Any]]) -> None:
+    """Run every candidate once, and raise RuntimeError if one disagrees with `routed_attention`."""
+    outputs = {key: run() for key, run in runs.items()}
+    for (name, *share), output in outputs.items():
+        if name in ("ours", "flex-mask"):
+            continue
+        require_agreement(name, output, outputs["ours", share[0] if share else 0.0])
+
+
+def choose_repeats(length: int, launches: int) -> int:
+    """Runs a round, from the expected time of dense attention."""
+    return max(1, min(20, round(ROUND_SECONDS / (DENSE_SECONDS * length**2 * launches))))
+
+
+def attention_rows(length: int, times: dict[tuple, Times], implementation: str) -> Iterator[dict[str, Any]]:
+    """The rows of one length from the times of its candidates."""
+    version = flash_attn_4_version()
+    for share in SHARES:
+        for name in baseline_names(length, share, has_flash_attn_4=version is not None):
+            fields: dict[str, Any] = {"implementation": implementation}
+            theirs = times[(name,) if name in DENSE else (name, share)]
+            if name.endswith("fa4"):
+                fields["baseline_version"] = version
+            if name == "flex":
+                mask = times["flex-mask", share]
+                fields |= {"baseline_mask_ms": mask.median, "baseline_attention_ms": theirs.median}
+                both = [sum(pair) for pair in zip(mask.milliseconds, theirs.milliseconds)]
+                theirs = Times(both, theirs.timed_by)
+            row = f"prefill/{label(length)}/msr{share:g}/{name}"
+            yield compare(row, times["ours", share], name, theirs, **fields)
+
+
+def memory_row(length: int, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
+    """Peak memory of a routed layer's attention over that of dense cuDNN attention, inputs included in both."""
+    gate = make_gate(MEMORY_SHARE)
+    ours = peak_memory(lambda: routed_attention(*inputs, gate, **SIZES))
+    theirs = peak_memory(lambda: DENSE["cudnn"](*inputs))
+    fields = {"ours_bytes": ours, "baseline": "cudnn", "baseline_bytes": theirs, "ratio": ours / theirs}
+    return {"name": f"peak_memory/{label(length)}", "msr": MEMORY_SHARE} | fields

@@ -1,0 +1,31 @@
+"""The operators that `sweep.py` measures.
+
+The module of the same name holds an operator's `CONDITIONS`, what its rows have in common, and `rows(lengths)`, which
+yields them as soon as they are measured.
+"""
+
+from dataclasses import dataclass
+
+
+K = 1024
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator.
+
+    Args:
+        tests: test files; their GPU tier must pass before anything is timed.
+        lengths: tokens that it is measured at.
+    """
+
+    tests: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+PREFILL_TESTS = ("tests/ops/test_prefill_kernels.py",)
+
+OPERATORS = {
+    "prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (2, 4, 8, 16, 32, 64, 128, 256))),
+    "model_prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (32, 128, 256))),
+}

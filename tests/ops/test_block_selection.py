@@ -76,14 +76,30 @@ def test_chunks_that_end_on_blocks_keep_what_the_whole_keeps():
     whole = block_selection(query[1:], key[1:], start=start[1:], **SIZES).to_mask()
     for first, stop in ((0, 29), (29, 45), (45, 61)):
         chunk = block_selection(query[1:, :, first:stop], key[1:, :, :stop], start=start[1:], **SIZES).to_mask()
-        row = max(first - 5, 0) // 8
-        rows, columns = chunk.shape[2:]
+        row, end = max(first - 5, 0) // 8, (stop - 5) // 8
+        rows, columns = end - row, end
+        chunk = chunk[:, :, :rows, :columns]
         assert torch.equal(chunk, whole[:, :, row : row + rows, :columns]), f"chunk at {first}"
 
 
 def test_query_offset_inside_a_block_is_refused():
     with pytest.raises(ValueError, match=r"`query` must begin on a block of 8 tokens.*got an offset of 3"):
         block_selection(*make_qkv(length=20, query_length=17)[:2], **SIZES)
+
+
+def test_padded_query_offset_inside_a_block_is_refused():
+    with pytest.raises(ValueError, match=r"`query` must begin on a block of 8 tokens.*got an offset of 5 in row 1"):
+        block_selection(*make_qkv(batch=2, length=24, query_length=16)[:2], start=torch.tensor([0, 3]), **SIZES)
+
+
+def test_other_heads_keep_nothing():
+    query, key, _ = make_qkv(batch=2, length=50)
+    heads = torch.tensor([[True, False], [False, False]])
+    kept = block_selection(query, key, heads=heads, **SIZES)
+    expected = block_selection(query, key, **SIZES).to_mask()
+    expected[0, 2:] = False
+    expected[1] = False
+    assert torch.equal(kept.to_mask(), expected)
 
 
 def test_ties_go_to_the_lower_block():

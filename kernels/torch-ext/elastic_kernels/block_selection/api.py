@@ -1,22 +1,31 @@
 """`block_selection`: checks its arguments once and runs an implementation."""
 
+import importlib.util
+
+import torch
 from torch import Tensor
 
-from .._validation import check_heads, check_positive, check_sequences
+from .._validation import check_device, check_heads, check_positive, check_sequences
 from .kept_blocks import KeptBlocks
 from .reference import block_selection_reference
+
+
+IMPLEMENTATIONS = ("reference", "triton")
+_MAX_STRIDES_PER_BLOCK = 128
 
 
 def block_selection(
     query: Tensor,
     key: Tensor,
     *,
+    heads: Tensor | None = None,
     block_size: int = 128,
     stride: int = 16,
     threshold: float = 0.9,
     start: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    implementation: str | None = None,
 ) -> KeptBlocks:
     """The fewest key blocks that hold `threshold` of each query block's estimated attention, per query head.
 
@@ -28,6 +37,8 @@ def block_selection(
     Args:
         query: `[B, Hq, Q, D]`; with Q < K the queries sit at the end of the keys and begin on a block boundary.
         key: `[B, Hkv, K, D]`, query's dtype; Hq is a multiple of Hkv.
+        heads: bool `[N, Hkv]`, key-value heads whose blocks are wanted, for N = B rows or packed segments; the others
+            keep none and cost nothing. All by default.
         block_size: tokens a block, a multiple of `stride`.
         stride: tokens a group.
         threshold: share of a query block's total score to reach, in (0, 1].
@@ -35,18 +46,24 @@ def block_selection(
         cu_seqlens: int32 or int64 `[N + 1]`, bounds of packed segments in the flattened `B * K` tokens, none crossing
             a row; needs Q == K.
         scale: factor of the scores, `D ** -0.5` by default.
+        implementation: None to choose, or `"reference"` (plain torch, any device) or `"triton"` (one fused kernel); a
+            named one never gives way to another.
 
     Returns:
-        `KeptBlocks` for the B rows or the N segments. A query block's row does not depend on later tokens outside it,
-        so a chunk that ends on a block boundary keeps what the whole keeps.
+        `KeptBlocks` for the B rows or the N segments, with room for all Q queries and K keys in each. A query block's
+        row does not depend on later tokens outside it, so a chunk that ends on a block boundary keeps what the whole
+        keeps.
 
     Raises:
-        ValueError: an argument that breaks a rule above.
+        ValueError: an argument that breaks a rule above. Where `start` decides whether queries begin on a block
+            boundary, only the reference checks it: the fused kernel does not wait for the device, and treats a row
+            that breaks the rule as though its queries sat at the boundary before.
 
     Numerics:
-        Scores and softmax in float32 (float64 for float64 inputs). A last group of fewer than `stride` tokens is
-        filled with zeros: the missing tokens add nothing to a score, and the group counts as one row and one column.
-        Not differentiated.
+        Scores, softmax and sums in float32 (float64 for float64 inputs); a block whose score lies within rounding of
+        the others at the threshold may be kept by one implementation and not by the other. A last group of fewer than
+        `stride` tokens is filled with zeros: the missing tokens add nothing to a score, and the group counts as one
+        row and one column. Not differentiated.
 
     Source:
         Xu et al., XAttention: Block Sparse Attention with Antidiagonal Scoring, arXiv 2503.16428.
@@ -58,10 +75,23 @@ def block_selection(
         raise ValueError(f"`block_size` must be a multiple of `stride` {stride}, got {block_size}.")
     if not 0 < threshold <= 1:
         raise ValueError(f"`threshold` must be above 0 and at most 1, got {threshold}.")
-    check_sequences(query, key, start, cu_seqlens)
-    return block_selection_reference(
+    sequences = check_sequences(query, key, start, cu_seqlens)
+    offset = key.shape[2] - query.shape[2]
+    if start is None and offset % block_size:
+        raise ValueError(f"`query` must begin on a block of {block_size} tokens, got an offset of {offset}.")
+    if heads is not None:
+        check_device("heads", heads, query)
+        if heads.shape != (sequences, key.shape[1]) or heads.dtype != torch.bool:
+            raise ValueError(
+                f"`heads` must be bool [sequences, key-value heads] = {(sequences, key.shape[1])}, "
+                f"got {heads.dtype} {tuple(heads.shape)}."
+            )
+    chosen = _choose_implementation(implementation, query, block_size=block_size, stride=stride)
+    select = _triton if chosen == "triton" else block_selection_reference
+    return select(
         query,
         key,
+        heads=heads,
         block_size=block_size,
         stride=stride,
         threshold=threshold,
@@ -69,3 +99,42 @@ def block_selection(
         cu_seqlens=cu_seqlens,
         scale=scale,
     )
+
+
+def _triton(*inputs, **options) -> KeptBlocks:
+    from .forward import block_selection_forward
+
+    return block_selection_forward(*inputs, **options)
+
+
+def _choose_implementation(implementation: str | None, query: Tensor, *, block_size: int, stride: int) -> str:
+    """The fused kernel on a CUDA device where it computes the call, else the reference; or the named one."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
+    if implementation == "reference" or (implementation is None and query.device.type != "cuda"):
+        return "reference"
+    obstacle = _obstacle(query, block_size, stride)
+    if obstacle is None:
+        return "triton"
+    if implementation is not None:
+        raise ValueError(f"`implementation` must compute the call, got {implementation!r}: {obstacle}.")
+    return "reference"
+
+
+def _obstacle(query: Tensor, block_size: int, stride: int) -> str | None:
+    """Why the fused kernel cannot compute the call, None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if query.device.type != "cuda":
+        from .._launch import is_interpreting
+
+        if query.device.type != "cpu" or not is_interpreting():
+            return f"it needs a CUDA device, not {query.device}"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it takes fp16, bf16 and fp32, not {query.dtype}"
+    if block_size & block_size - 1 or stride & stride - 1 or block_size > _MAX_STRIDES_PER_BLOCK * stride:
+        return (
+            f"it takes powers of two and at most {_MAX_STRIDES_PER_BLOCK} strides a block, "
+            f"not blocks of {block_size} and strides of {stride}"
+        )
+    return None

@@ -17,6 +17,7 @@ def block_selection_reference(
     query: Tensor,
     key: Tensor,
     *,
+    heads: Tensor | None = None,
     block_size: int,
     stride: int,
     threshold: float,
@@ -29,27 +30,36 @@ def block_selection_reference(
     Args, Returns, Raises, Numerics:
         As for `elastic_kernels.block_selection`, without its checks of shapes.
     """
-    batch, heads, query_length, head_dim = query.shape
-    sequences = split_sequences(batch, query_length, key.shape[2], start=start, cu_seqlens=cu_seqlens)
+    batch, num_heads, query_length, head_dim = query.shape
+    _, num_kv_heads, key_length, _ = key.shape
+    sequences = split_sequences(batch, query_length, key_length, start=start, cu_seqlens=cu_seqlens)
     scale = head_dim**-0.5 if scale is None else scale
-    rows = _ceil_div(max(sequence.query_count for sequence in sequences), block_size)
-    columns = _ceil_div(max(sequence.key_count for sequence in sequences), block_size)
-    mask = torch.zeros(len(sequences), heads, rows, columns, dtype=torch.bool, device=query.device)
-    for kept, sequence in zip(mask, sequences):
+    rows, columns = _ceil_div(query_length, block_size), _ceil_div(key_length, block_size)
+    mask = torch.zeros(len(sequences), num_heads, rows, columns, dtype=torch.bool, device=query.device)
+    for n, sequence in enumerate(sequences):
         first = sequence.key_count - sequence.query_count
         if first % block_size:
             raise ValueError(
                 f"`query` must begin on a block of {block_size} tokens counted from the first valid key, "
                 f"got an offset of {first} in row {sequence.row}."
             )
-        queries, keys = query[sequence.row, :, sequence.queries], key[sequence.row, :, sequence.keys]
-        chosen = _select(queries, keys, block_size=block_size, stride=stride, threshold=threshold, scale=scale)
-        kept[:, : chosen.shape[1], : chosen.shape[2]] = chosen
+        group = num_heads // num_kv_heads
+        for kv_head in range(num_kv_heads) if heads is None else heads[n].nonzero().flatten().tolist():
+            own = slice(kv_head * group, (kv_head + 1) * group)
+            chosen = _select(
+                query[sequence.row, own, sequence.queries],
+                key[sequence.row, kv_head : kv_head + 1, sequence.keys],
+                block_size=block_size,
+                stride=stride,
+                threshold=threshold,
+                scale=scale,
+            )
+            mask[n, own, : chosen.shape[1], : chosen.shape[2]] = chosen
     return KeptBlocks.from_mask(mask, block_size)
 
 
 def _select(query: Tensor, key: Tensor, *, block_size: int, stride: int, threshold: float, scale: float) -> Tensor:
-    """Kept blocks `[Hq, nQ, nK]` of one sequence's query `[Hq, Q, D]` and key `[Hkv, K, D]`."""
+    """Kept blocks `[H, nQ, nK]` of one sequence's query heads `[H, Q, D]` of one key head `[1, K, D]`."""
     heads, length, _ = query.shape
     first_block = (key.shape[1] - length) // block_size
     query_groups, key_groups = _groups(query, stride, reverse=True), _groups(key, stride)
@@ -80,12 +90,12 @@ def _groups(tokens: Tensor, stride: int, reverse: bool = False) -> Tensor:
 def _block_scores(
     query_groups: Tensor, key_groups: Tensor, *, per_block: int, first_group: int, factor: float
 ) -> Tensor:
-    """Attention mass `[Hq, blocks, nK]` that the query groups, the first of them `first_group`, give to key blocks."""
+    """Attention mass `[H, blocks, nK]` that the query groups, the first of them `first_group`, give to key blocks."""
     heads, rows, width = query_groups.shape
     columns = key_groups.shape[1]
-    # The query heads of a key-value group become rows of one product, so the keys are never repeated.
+    # All heads become rows of one product, so the keys are never repeated.
     with torch.autocast(query_groups.device.type, enabled=False):
-        scores = query_groups.reshape(key_groups.shape[0], -1, width) @ key_groups.transpose(1, 2) * factor
+        scores = query_groups.reshape(-1, width) @ key_groups[0].T * factor
     scores = scores.view(heads, rows, columns)
     positions = torch.arange(max(columns, first_group + rows), device=scores.device)
     later = positions[:columns] > positions[first_group : first_group + rows, None]

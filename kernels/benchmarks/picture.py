@@ -68,14 +68,15 @@ def draw_shares(axes: Axes, rows: Rows) -> None:
             continue
         dense = next(iter(models.values()))["baseline_ms"]
         rest = 1 - LAYERS * layer["baseline_ms"] / dense
-        bars.append((f"{length}\ndense", rest, 1.0))
-        bars += [(f"{length}\n{pair}", rest, row["ours_ms"] / dense) for pair, row in models.items()]
+        bars.append((f"{length} dense", rest, 1.0))
+        bars += [(f"{length} {pair}", rest, row["ours_ms"] / dense) for pair, row in models.items()]
     for place, (_, rest, total) in enumerate(bars):
         axes.bar(place, rest, color="#d5d8de", label="everything else" if place == 0 else None)
         axes.bar(
             place, total - rest, bottom=rest, color="#00224e", label="attention and routing" if place == 0 else None
         )
         axes.text(place, total + 0.01, f"{total:.2f}", ha="center", va="bottom", fontsize=7.5)
-    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7.5)
+    names = [name for name, _, _ in bars]
+    axes.set_xticks(range(len(bars)), names, fontsize=7.5, rotation=45, ha="right", rotation_mode="anchor")
     axes.set(title="prefill of a whole model, MSR 0.70: time over dense", ylim=(0, 1.2))
     axes.legend(frameon=False, fontsize=7.5, loc="upper right", ncols=2)

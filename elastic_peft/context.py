@@ -66,6 +66,8 @@ class RoutingRecord:
     logits_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
     decision_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
     xattn_share_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: Slots of the cache of each sequence, int64 `[B]`, where it frees keys and values.
+    slots_by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def layers(self) -> list[int]:
@@ -101,13 +103,17 @@ class RoutingRecord:
     @property
     def kv_bytes_dense(self) -> torch.Tensor:
         """Bytes of keys and values that the routed layers hold for each sequence without routing, int64 `[B]`."""
-        heads = sum(decision.shape[1] for decision in self.decision_by_layer.values())
-        return self.lengths * heads * self.kv_bytes_per_token
+        return self.kv_bytes_per_token * sum(self._whole_slots(index) for index in self.layers)
 
     @property
     def kv_bytes(self) -> torch.Tensor:
-        """Bytes of keys and values that are held for each sequence, int64 `[B]`: all of them, the cache is whole."""
-        return self.kv_bytes_dense
+        """Bytes of keys and values that are held for each sequence, room for later tokens included, int64 `[B]`."""
+        held = (self.slots_by_layer.get(index, self._whole_slots(index)) for index in self.layers)
+        return self.kv_bytes_per_token * sum(slots.to(self.lengths.device) for slots in held)
+
+    def _whole_slots(self, index: int) -> torch.Tensor:
+        """Slots that a layer needs for each sequence without routing, int64 `[B]`."""
+        return self.lengths * self.decision_by_layer[index].shape[1]
 
     def _layer_sparsity(self, index: int) -> torch.Tensor:
         """Share of causal query-key pairs that one layer does not compute, mean over its heads, float32 `[B]`."""

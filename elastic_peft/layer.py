@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .attention import ElasticRoute
-from .cache import routing_memory
+from .cache import make_routing_memory, routing_memory
 from .config import ElasticConfig
 from .context import ForwardState
 from .families import RoutedLayer, pre_rotary_keys
@@ -146,17 +146,23 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
         index = self.layer.index
         sequences = state.sequences
         if sequences is None:
-            gate, start = routing_memory(cache, index).recall(config)
-            return ElasticRoute(gate, config, index, state.past, start)
+            memory = routing_memory(cache, index)
+            gate, start = memory.recall(config)
+            return ElasticRoute(gate, config, index, state.past, start, memory=memory)
 
         gate = self._decide(attention, hidden_states, state, config)
+        memory = None
         if cache is not None:
             if sequences.cu_seqlens is not None:
                 raise ValueError(
                     "`use_cache` must be False for packed rows, got True: a cache holds one sequence a row."
                 )
-            routing_memory(cache, index).remember(gate.detach().bool(), sequences.start, config)
-        return ElasticRoute(gate, config, index, state.past, sequences.start, sequences, state.record)
+            # Gradients, and graphs that are being compiled, need keys and values as they are.
+            streams = config.sparse_mode == "SSA" and config.decode == "routed"
+            frees_keys = streams and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            memory = make_routing_memory(cache, index, frees_keys)
+            memory.remember(gate.detach().bool(), sequences, config)
+        return ElasticRoute(gate, config, index, state.past, sequences.start, sequences, state.record, memory)
 
     def _pooled_keys(self, attention, hidden_states, state, pool_size) -> torch.Tensor:
         """Mean pre-rotary key of each sequence's prompt ends, float32 `[N, H, head_dim]`; see `boundary_indices`."""

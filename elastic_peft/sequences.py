@@ -22,6 +22,7 @@ class Sequences:
         open_ended: whether tokens may follow a prompt in its row or segment: an answer, or padding.
         start: int64 `[B]`, first valid column of each row, or `None` when no row is left-padded.
         cu_seqlens: int32 `[N + 1]` over the flattened tokens for packed rows, else `None`.
+        is_padded_right: whether padding is known to follow a row.
     """
 
     shape: tuple[int, int]
@@ -32,11 +33,17 @@ class Sequences:
     open_ended: bool
     start: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
+    is_padded_right: bool = False
 
     @property
     def lengths(self) -> torch.Tensor:
         """Valid tokens of each sequence, int64 `[N]`."""
         return self.end - self.first
+
+    @cached_property
+    def padding(self) -> list[int]:
+        """Left padding of each row, on the host: waits for the device once, if there is any."""
+        return [0] * self.shape[0] if self.start is None else self.start.tolist()
 
     @cached_property
     def prompt_bounds(self) -> torch.Tensor:
@@ -130,7 +137,17 @@ def find_sequences(
     prompt_stop = torch.where(prompt_stop > first, prompt_stop, end)
     is_whole = prompt_end is None or (isinstance(prompt_end, int) and prompt_end >= length)
     open_ended = padded or not is_whole or (prompt_end is None and labels is not None)
-    return Sequences((batch_size, length), origin, first, prompt_stop, end, open_ended, start, cu_seqlens)
+    return Sequences(
+        (batch_size, length),
+        origin,
+        first,
+        prompt_stop,
+        end,
+        open_ended,
+        start,
+        cu_seqlens,
+        is_padded_right=padded and not torch.compiler.is_compiling(),  # a graph that is being compiled assumes padding
+    )
 
 
 def _packed_boundaries(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:

@@ -14,7 +14,8 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")])
 # A module imports only modules on lines above its own.
 ORDER = [
     ["config", "gating", "router", "families", "sequences", "sparsity", "report"],
-    ["cache", "context"],
+    ["context", "ragged_store"],
+    ["cache"],
     ["mode_pairs"],
     ["attention"],
     ["layer"],

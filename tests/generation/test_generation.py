@@ -9,66 +9,15 @@ from functools import partial
 
 import pytest
 import torch
-from families_zoo import build, perturb_routers
-from peft import get_peft_model
+from generation.tiny import LENGTHS, assert_same_logits, generate, left_padded, logits_of, routed, tokens
 from transformers import DynamicCache, StaticCache
 
-from elastic_peft import ElasticConfig, calibrate_standardization, forced_routing, last_routing
-
-
-LENGTHS = [40, 17, 25]
-NEW_TOKENS = 12
-
-
-def tokens(length, seed=0):
-    return torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def routed(mode_pair="FA-SSA", **overrides):
-    config = ElasticConfig(
-        mode_pair=mode_pair,
-        sink_size=2,
-        window_size=6,
-        pool_size=4,
-        xattn_block_size=4,
-        xattn_stride=2,
-        xattn_threshold=0.6,
-        task_type="CAUSAL_LM",
-        **overrides,
-    )
-    model = perturb_routers(get_peft_model(build("llama", num_hidden_layers=4), config))
-    calibrate_standardization(model, [{"input_ids": torch.cat([tokens(30, seed) for seed in range(8)])}])
-    return model
+from elastic_peft import ElasticConfig, forced_routing, last_routing
 
 
 @pytest.fixture(scope="module")
 def model():
     return routed()
-
-
-def generate(model, **inputs):
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    return model.generate(**{**options, **inputs}, output_logits=True, return_dict_in_generate=True)
-
-
-def logits_of(output, row=0):
-    return torch.stack([step[row] for step in output.logits])
-
-
-def assert_same_logits(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_each_token_equals_one_pass_over_the_whole_sequence_with_the_recorded_decisions(model):
-    prompt = tokens(40)
-    output = generate(model, input_ids=prompt)
-    decisions = last_routing(model).decisions
-    assert decisions.any()
-    assert not decisions.all()
-    with forced_routing(model, decisions):
-        whole = model(output.sequences[:, :-1]).logits[0, prompt.shape[1] - 1 :]
-    assert_same_logits(logits_of(output), whole)
 
 
 @torch.no_grad()
@@ -88,15 +37,12 @@ def test_decode_full_attends_everything_after_the_prompt():
 @torch.no_grad()
 def test_left_padded_batch_generates_what_each_row_generates_alone(mode_pair):
     model = routed(mode_pair)
-    rows = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    width = max(LENGTHS)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-    mask = torch.stack([torch.arange(width) >= width - length for length in LENGTHS]).long()
+    ids, mask = left_padded()
     together = generate(model, input_ids=ids, attention_mask=mask)
     decisions = last_routing(model).decisions
     assert (decisions != decisions[:1]).any()
-    for index, row in enumerate(rows):
-        alone = generate(model, input_ids=row)
+    for index, length in enumerate(LENGTHS):
+        alone = generate(model, input_ids=tokens(length, index))
         assert torch.equal(last_routing(model).decisions[0], decisions[index]), f"row {index}"
         assert_same_logits(logits_of(together, index), logits_of(alone))
 
@@ -121,19 +67,6 @@ def test_prompt_lookup_equals_greedy(model):
     prompt = tokens(20).repeat(1, 2)
     lookup = generate(model, input_ids=prompt, prompt_lookup_num_tokens=3)
     assert torch.equal(lookup.sequences, generate(model, input_ids=prompt).sequences)
-
-
-@torch.no_grad()
-def test_second_turn_keeps_the_first_prompts_routes(model):
-    cache = DynamicCache(config=model.config)
-    first = generate(model, input_ids=tokens(40), past_key_values=cache)
-    decisions = last_routing(model).decisions
-    chat = torch.cat([first.sequences, tokens(9, seed=5)], dim=1)
-    second = generate(model, input_ids=chat, past_key_values=cache)
-    assert torch.equal(last_routing(model).decisions, decisions)
-    with forced_routing(model, decisions):
-        whole = model(second.sequences[:, :-1]).logits[0, chat.shape[1] - 1 :]
-    assert_same_logits(logits_of(second), whole)
 
 
 @torch.no_grad()

@@ -24,7 +24,8 @@ class RoutingTape:
         seeds: one noise seed per sequence of this forward pass; `None` draws them from torch's default generator.
 
     Attributes:
-        gates: layer index to float32 `[N, H]`, 1.0 = sparse; differentiable when the decoder was in training mode.
+        gates: layer index to `[N, H]`; float32, 1.0 = sparse, and differentiable where decisions were sampled, else
+            bool.
         lengths: int64 `[N]`, valid tokens of each sequence; `None` before the forward pass.
 
     Raises:
@@ -155,8 +156,8 @@ class ForwardState:
     forced: dict[int, torch.Tensor] | None = None
     record: RoutingRecord | None = None
     pooled: dict[int, torch.Tensor] | None = None
-    #: Pool size to (positions, valid): the same for every layer, so worked out once.
-    pooling: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    #: (Pool size, device) to (positions, valid): the same for every layer there, so worked out once.
+    pooling: dict[tuple[int | None, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class DecoderScope:

@@ -12,19 +12,6 @@ import torch
 TEMPERATURE_SCHEDULES = ("exponential", "cosine")
 
 
-def hard_gate(logits: torch.Tensor, sparsity_bias: float = 0.0) -> torch.Tensor:
-    """Decision of each head at inference: argmax of the logits, without noise; ties go to retrieval.
-
-    Args:
-        logits: `[N, H, 2]`, order (retrieval, sparse).
-        sparsity_bias: added to the sparse logit.
-
-    Returns:
-        bool `[N, H]`, True = sparse.
-    """
-    return logits[..., 1] + sparsity_bias > logits[..., 0]
-
-
 def straight_through_gate(
     logits: torch.Tensor, uniform: torch.Tensor, temperature: float, decision: torch.Tensor | None = None
 ) -> torch.Tensor:

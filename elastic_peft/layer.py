@@ -14,8 +14,8 @@ from .cache import make_routing_memory, routing_memory
 from .config import ElasticConfig
 from .context import ForwardState
 from .families import RoutedLayer, pre_rotary_keys
-from .gating import hard_gate, straight_through_gate
-from .router import InputStandardizer, boundary_indices, make_router, masked_mean, router_logits
+from .gating import straight_through_gate
+from .router import InputStandardizer, boundary_indices, decide, make_router
 
 
 ROUTER_LAYERS = ("task_up", "task_down", "router_up", "router_down", "router_out")
@@ -164,25 +164,24 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
             memory.remember(gate.detach().bool(), sequences, config)
         return ElasticRoute(gate, config, index, state.past, sequences.start, sequences, state.record, memory)
 
-    def _pooled_keys(self, attention, hidden_states, state, pool_size) -> torch.Tensor:
-        """Mean pre-rotary key of each sequence's prompt ends, float32 `[N, H, head_dim]`; see `boundary_indices`."""
-        if pool_size not in state.pooling:
+    def _boundary_keys(self, attention, hidden_states, state, pool_size) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pre-rotary keys `[N, T, H, head_dim]` of each prompt's ends and which count; see `boundary_indices`."""
+        device = hidden_states.device
+        if (pool_size, device) not in state.pooling:
             sequences = state.sequences
-            state.pooling[pool_size] = boundary_indices(
-                sequences.first, sequences.prompt_end, pool_size, sequences.shape[1]
-            )
-        positions, valid = (tensor.to(hidden_states.device) for tensor in state.pooling[pool_size])
+            bounds = (sequences.first.to(device), sequences.prompt_end.to(device))
+            state.pooling[pool_size, device] = boundary_indices(*bounds, pool_size, sequences.shape[1])
+        positions, valid = state.pooling[pool_size, device]
         boundary = hidden_states.flatten(0, 1)[positions]  # [N, T, hidden_size]
-        return masked_mean(pre_rotary_keys(attention, boundary), valid)
+        return pre_rotary_keys(attention, boundary), valid
 
     def _decide(self, attention, hidden_states, state, config) -> torch.Tensor:
         index, name = self.layer.index, self.active_adapters[0]
-        pooled = self._pooled_keys(attention, hidden_states, state, config.pool_size)
+        keys, valid = self._boundary_keys(attention, hidden_states, state, config.pool_size)
+        layers = {layer: getattr(self, f"elastic_{layer}")[name] for layer in ROUTER_LAYERS}
+        logits, gate, pooled = decide(keys, valid, layers, self.standardizer, config.sparsity_bias)
         if state.pooled is not None:
             state.pooled[index] = pooled.detach()
-        standardizer = self.standardizer
-        layers = {layer: getattr(self, f"elastic_{layer}")[name] for layer in ROUTER_LAYERS}
-        logits = router_logits(pooled if standardizer is None else standardizer(pooled), layers)
 
         record = state.record
         if state.forced is not None:
@@ -192,12 +191,10 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
             uniform = state.noise[index].to(logits.device, non_blocking=True)
             temperature = state.tape.temperature
             gate = straight_through_gate(logits, uniform, temperature, record.decision_by_layer.get(index))
-        else:
-            gate = hard_gate(logits, config.sparsity_bias)
         if index not in record.decision_by_layer:
             record.decision_by_layer[index] = gate.detach().bool()
             record.logits_by_layer[index] = logits.detach()
-            state.tape.gates[index] = gate.float()
+            state.tape.gates[index] = gate
         return gate
 
     def get_base_layer(self) -> nn.Module:

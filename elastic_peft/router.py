@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from elastic_kernels.router import LinearWeights, RouterOutput, RouterWeights, router
+from elastic_kernels.router.reference import hard_gate, masked_mean, router_logits, standardize
 
 
 MIN_DEVIATION = 1e-4
@@ -38,22 +43,6 @@ def boundary_indices(
         offset = torch.where(in_head, slot, length - 2 * pool_size + slot)
     valid = slot < length
     return first[:, None] + torch.where(valid, offset, 0), valid
-
-
-def masked_mean(keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Mean of each sequence's valid keys; zero for a sequence without any.
-
-    Args:
-        keys: `[N, T, H, head_dim]`.
-        valid: bool `[N, T]`.
-
-    Returns:
-        float32 `[N, H, head_dim]`.
-    """
-    weight = valid.to(torch.float32)
-    weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=1.0)
-    kept = torch.where(valid[:, :, None, None], keys.float(), 0.0)
-    return torch.einsum("nt,nthd->nhd", weight, kept)
 
 
 class InputStandardizer(nn.Module):
@@ -91,7 +80,7 @@ class InputStandardizer(nn.Module):
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         """Standardises float32 `[N, H, head_dim]`."""
-        return (pooled - self.mean.float()) / self.deviation.float()
+        return standardize(pooled, self.mean, self.deviation)
 
 
 class RouterLinear(nn.Linear):
@@ -127,20 +116,51 @@ def make_router(head_dim: int, expansion: int) -> dict[str, nn.Module]:
     return layers
 
 
-def router_logits(pooled: torch.Tensor, layers: dict[str, nn.Module]) -> torch.Tensor:
-    """Logits of the two modes for each head.
-
-    Task MLP: Linear(d' to hidden), SiLU, Linear(hidden to d'). Router MLP: the same, SiLU, Linear(d' to 2).
+def decide(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    layers: Mapping[str, nn.Module],
+    standardizer: InputStandardizer | None,
+    sparsity_bias: float,
+) -> RouterOutput:
+    """Pools the boundary keys and decides for each head; differentiable where an input requires a gradient.
 
     Args:
-        pooled: float32 `[N, H, head_dim]`, standardised pooled keys.
+        keys: `[N, T, H, head_dim]`, pre-rotary keys of the boundary tokens.
+        valid: bool `[N, T]`.
         layers: as `make_router` returns them.
+        standardizer: input standardisation; `None` takes the pooled keys as they are.
+        sparsity_bias: added to the sparse logit before the decision.
 
     Returns:
-        float32 `[N, H, 2]`, order (retrieval, sparse).
+        Logits float32 `[N, H, 2]` without the bias, gate bool `[N, H]`, pooled keys float32 `[N, H, head_dim]`.
 
-    Source: Elastic Attention, arXiv 2601.17367.
+    Numerics: float32 whatever the keys' dtype.
     """
-    task = layers["task_down"](F.silu(layers["task_up"](pooled)))
-    hidden = layers["router_down"](F.silu(layers["router_up"](task)))
-    return layers["router_out"](F.silu(hidden))
+    if keys.dtype == torch.float64:
+        keys = keys.float()
+    weights = _resident_weights(layers, keys)
+    if weights is None or (standardizer is not None and standardizer.mean.device != keys.device):
+        pooled = masked_mean(keys, valid)
+        logits = router_logits(pooled if standardizer is None else standardizer(pooled), layers)
+        return RouterOutput(logits, hard_gate(logits, sparsity_bias), pooled)
+    mean, deviation = (None, None) if standardizer is None else (standardizer.mean, standardizer.deviation)
+    return router(keys, valid, weights, mean=mean, deviation=deviation, sparsity_bias=sparsity_bias)
+
+
+def _resident_weights(layers: Mapping[str, nn.Module], keys: torch.Tensor) -> RouterWeights | None:
+    """The layers' weights where they can be read; `None` where the layers must be called.
+
+    Layers that learn are called, and so are those whose weights FSDP, ZeRO or offloading keeps elsewhere until then.
+    """
+    learns = torch.is_grad_enabled()
+    if learns and keys.requires_grad:
+        return None
+    weights = {}
+    for name, layer in layers.items():
+        weight, bias = layer.weight, layer.bias
+        here = type(weight) is nn.Parameter and weight.device == keys.device
+        if not here or weight.shape != (layer.out_features, layer.in_features) or (learns and weight.requires_grad):
+            return None
+        weights[name] = LinearWeights(weight, bias)
+    return RouterWeights(**weights)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from accelerate import cpu_offload
 from families_zoo import build
 from peft import get_peft_model
+from torch import nn
 
+from elastic_kernels.router import router
 from elastic_peft import ElasticConfig, calibrate_standardization, forced_routing, last_routing
 from elastic_peft.context import decoder_scope, routed_decoder
 from elastic_peft.families import pre_rotary_keys
-from elastic_peft.router import InputStandardizer, boundary_indices, make_router, masked_mean, router_logits
+from elastic_peft.router import (
+    InputStandardizer,
+    boundary_indices,
+    decide,
+    make_router,
+    masked_mean,
+    router_logits,
+)
 from elastic_peft.standardization import is_calibrated
 
 
@@ -82,6 +94,56 @@ def test_router_computes_in_float32_whatever_its_weights_dtype(dtype):
     assert logits.dtype == torch.float32
     exact = router_logits(pooled, {name: module.to(torch.float32) for name, module in rounded.items()})
     torch.testing.assert_close(logits, exact, rtol=0, atol=0)
+
+
+@pytest.fixture
+def boundary():
+    """Keys of 5 boundary tokens of 2 sequences and which of them count."""
+    keys = torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(0))
+    return keys, torch.arange(5) < torch.tensor([[5], [2]])
+
+
+def count_calls(layers):
+    """Names of the layers, one entry a call."""
+    calls = []
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda *args, name=name: calls.append(name))
+    return calls
+
+
+def test_layers_that_learn_are_called(boundary):
+    layers = make_router(16, expansion=2)
+    calls = count_calls(layers)
+    with torch.no_grad():
+        read = decide(*boundary, layers, None, 0.0)
+    assert calls == [], "weights that are at hand are read"
+    called = decide(*boundary, layers, None, 0.0)
+    assert sorted(calls) == sorted(layers)
+    for one, other in zip(called, read):
+        torch.testing.assert_close(one, other)
+
+
+@torch.no_grad()
+def test_layers_whose_weights_are_elsewhere_are_called(boundary):
+    layers = make_router(16, expansion=2)
+    expected = decide(*boundary, layers, None, 0.5)
+    cpu_offload(nn.ModuleDict(layers), execution_device=torch.device("cpu"))
+    assert layers["task_up"].weight.is_meta
+    for one, other in zip(decide(*boundary, layers, None, 0.5), expected):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@torch.no_grad()
+def test_decision_is_float32_whatever_the_models_dtype(boundary, dtype):
+    keys, valid = boundary
+    layers = {name: layer.to(dtype) for name, layer in make_router(16, expansion=2).items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = decide(keys.to(dtype), valid, layers, None, 0.0)
+    exact = decide(keys.to(dtype).float(), valid, {name: layer.float() for name, layer in layers.items()}, None, 0.0)
+    assert output.logits.dtype == output.pooled.dtype == torch.float32
+    for one, other in zip(output, exact):
+        assert torch.equal(one, other)
 
 
 def test_standardizer_floors_the_deviation():
@@ -236,3 +298,19 @@ def test_sparsity_bias_moves_every_decision_at_inference(sign):
     model = get_peft_model(build("llama"), config)
     model(tokens(2, 20))
     assert last_routing(model).msr.tolist() == [max(sign, 0)] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are either interpreted or compiled")
+@torch.no_grad()
+def test_model_on_the_fused_router_decides_as_on_the_reference(make_routed, inputs, monkeypatch):
+    model = make_routed()
+    records = {}
+    for name in ("reference", "triton"):
+        monkeypatch.setattr("elastic_peft.router.router", functools.partial(router, implementation=name))
+        model(**inputs)
+        records[name] = last_routing(model)
+    torch.testing.assert_close(records["triton"].logits, records["reference"].logits, rtol=1e-4, atol=1e-5)
+    decisions = records["reference"].decisions
+    assert torch.equal(records["triton"].decisions, decisions)
+    assert decisions.any()
+    assert not decisions.all()

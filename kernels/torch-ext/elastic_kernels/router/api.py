@@ -1,0 +1,140 @@
+"""`router`: checks its arguments once and runs an implementation."""
+
+import importlib.util
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .reference import RouterOutput, RouterWeights, router_reference
+
+
+IMPLEMENTATIONS = ("reference", "triton")
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def router(
+    keys: Tensor,
+    valid: Tensor,
+    weights: RouterWeights,
+    *,
+    mean: Tensor | None = None,
+    deviation: Tensor | None = None,
+    sparsity_bias: float = 0.0,
+    implementation: str | None = None,
+) -> RouterOutput:
+    """Which mode each key-value head of each sequence runs.
+
+    `x = (mean over valid keys - mean) / deviation`, `y = task_down(silu(task_up(x)))`,
+    `logits = router_out(silu(router_down(silu(router_up(y)))))`; a head is sparse where
+    `logits[sparse] + sparsity_bias > logits[retrieval]`.
+
+    Args:
+        keys: `[N, T, H, head_dim]`, fp16, bf16, fp32 or fp64: keys of the prompt's boundary tokens before the rotary
+            embedding.
+        valid: bool `[N, T]`; other keys are not looked at. A sequence without any pools to zero.
+        weights: the linear layers, of any floating-point dtype.
+        mean: `[H, head_dim]`, subtracted from the pooled keys; None = no standardisation.
+        deviation: `[H, head_dim]`, divides the difference; given exactly when `mean` is.
+        sparsity_bias: added to the sparse logit before the decision, not to the result's logits.
+        implementation: None to choose, or `"reference"` (plain torch, any device, differentiable) or `"triton"` (two
+            fused launches, forward only); a named one never gives way to another.
+
+    Returns:
+        `RouterOutput(logits, gate, pooled)`: float32 `[N, H, 2]` in the order (retrieval, sparse), bool `[N, H]`,
+        float32 `[N, H, head_dim]` before standardisation.
+
+    Raises:
+        ValueError: an argument that breaks a rule above.
+
+    Numerics:
+        Float32 throughout, whatever the dtype of keys and weights, autocast included (float64 for float64 keys).
+
+    Source:
+        Elastic Attention, arXiv 2601.17367; the standardisation is this project's.
+    """
+    _check_keys(keys, valid)
+    _check_weights(weights, keys)
+    _check_statistics(mean, deviation, keys)
+    implementation = _choose(implementation, keys, weights, mean, deviation)
+    if implementation == "triton":
+        from .forward import router_forward as run
+    else:
+        run = router_reference
+    return run(keys, valid, weights, mean=mean, deviation=deviation, sparsity_bias=sparsity_bias)
+
+
+def _check_keys(keys: Tensor, valid: Tensor) -> None:
+    if keys.dim() != 4 or not keys.is_floating_point():
+        raise ValueError(
+            "`keys` must be floating point [sequences, tokens, heads, head_dim], "
+            f"got {keys.dtype} {tuple(keys.shape)}."
+        )
+    _check_device("valid", valid, keys)
+    if valid.dtype != torch.bool or valid.shape != keys.shape[:2]:
+        raise ValueError(
+            f"`valid` must be torch.bool of shape {tuple(keys.shape[:2])}, got {valid.dtype} {tuple(valid.shape)}."
+        )
+
+
+def _check_device(name: str, tensor: Tensor, keys: Tensor) -> None:
+    if tensor.device != keys.device:
+        raise ValueError(f"`{name}` must be on keys' device {keys.device}, got {tensor.device}.")
+
+
+def _check_weights(weights: RouterWeights, keys: Tensor) -> None:
+    head_dim, hidden = keys.shape[3], weights.task_up.weight.shape[0]
+    shapes = ((hidden, head_dim), (head_dim, hidden), (hidden, head_dim), (head_dim, hidden), (2, head_dim))
+    for name, layer, shape in zip(weights._fields, weights, shapes):
+        _check_device(f"weights.{name}", layer.weight, keys)
+        if layer.weight.shape != shape or layer.bias.shape != shape[:1]:
+            raise ValueError(
+                f"`weights.{name}` must have a weight {shape} and a bias {shape[:1]}, "
+                f"got {tuple(layer.weight.shape)} and {tuple(layer.bias.shape)}."
+            )
+
+
+def _check_statistics(mean: Tensor | None, deviation: Tensor | None, keys: Tensor) -> None:
+    if (mean is None) != (deviation is None):
+        raise ValueError("`deviation` must be given exactly when `mean` is, got one of them.")
+    for name, tensor in (("mean", mean), ("deviation", deviation)):
+        if tensor is None:
+            continue
+        _check_device(name, tensor, keys)
+        if tensor.shape != keys.shape[2:]:
+            raise ValueError(f"`{name}` must have shape {tuple(keys.shape[2:])}, got {tuple(tensor.shape)}.")
+
+
+def _choose(implementation: str | None, keys: Tensor, weights: RouterWeights, *statistics: Tensor | None) -> str:
+    """The fastest implementation that computes the call, or the named one."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
+    if implementation == "reference" or (implementation is None and keys.device.type != "cuda"):
+        return "reference"
+    obstacle = _obstacle(keys, weights, *statistics)
+    if obstacle is None:
+        return "triton"
+    if implementation is None:
+        return "reference"
+    raise ValueError(f"`implementation` must compute the call, got {implementation!r}: {obstacle}.")
+
+
+def _obstacle(keys: Tensor, weights: RouterWeights, *statistics: Tensor | None) -> str | None:
+    """Why the fused kernels cannot compute the call, None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if keys.device.type != "cuda":
+        from .._launch import is_interpreting
+
+        if keys.device.type != "cpu" or not is_interpreting():
+            return f"it needs a CUDA device, not {keys.device}"
+    if not 1 <= keys.shape[3] <= 256:
+        return f"it takes a head_dim up to 256, not {keys.shape[3]}"
+    tensors = [keys, *chain.from_iterable(weights), *(tensor for tensor in statistics if tensor is not None)]
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            return f"it takes fp16, bf16 and fp32, not {tensor.dtype}"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "it has no backward, and an input requires a gradient"
+    return None

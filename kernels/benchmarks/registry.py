@@ -28,6 +28,7 @@ PREFILL_TESTS = ("tests/ops/test_prefill_kernels.py",)
 OPERATORS = {
     "prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (2, 4, 8, 16, 32, 64, 128, 256))),
     "selection": Operator(("tests/ops/test_selection_kernel.py",), (128 * K,)),
+    "router": Operator(("tests/ops/test_router_kernel.py",), (512, 128 * K, 1024 * K)),
     "decode": Operator(("tests/ops/test_decode_kernel.py",), (128 * K,)),
     "model_prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (32, 128, 256))),
 }

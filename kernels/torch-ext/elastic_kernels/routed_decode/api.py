@@ -1,6 +1,7 @@
 """`routed_decode`: checks its arguments once and runs an implementation."""
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ def routed_decode(
             raise ValueError(
                 f"`sinks` must be floating point of shape {(heads,)}, got {sinks.dtype} {tuple(sinks.shape)}."
             )
-    options = {
+    options: dict[str, Any] = {
         "sink_size": sink_size,
         "window_size": window_size,
         "start": start,

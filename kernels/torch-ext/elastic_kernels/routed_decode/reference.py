@@ -1,5 +1,7 @@
 """Routed decode in plain torch: the definition that the fused kernels are compared with."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,8 @@ def routed_decode_reference(
     Raises:
         ValueError: a `start` or `length` outside the row.
     """
-    sizes = {"mode_pair": "FA-SSA", "sink_size": sink_size, "window_size": window_size}
-    scores = {"softcap": softcap, "scale": scale}
+    sizes: dict[str, Any] = {"mode_pair": "FA-SSA", "sink_size": sink_size, "window_size": window_size}
+    scores: dict[str, Any] = {"softcap": softcap, "scale": scale}
     gate = gate.bool()
     if storage is not None:
         return _attend_ragged(query, key, value, gate, storage, sinks, sizes, scores)
@@ -46,8 +48,9 @@ def routed_decode_reference(
         if not 0 <= held <= key.shape[2]:
             raise ValueError(f"`length` must lie between 0 and the {key.shape[2]} keys, got {held} for row {row}.")
         this = slice(row, row + 1)
-        inputs = (query[this], key[this, :, :held], value[this, :, :held], gate[this])
-        results.append(routed_attention_reference(*inputs, start=start[this], sinks=sinks, **sizes, **scores))
+        keys, values = key[this, :, :held], value[this, :, :held]
+        where: dict[str, Any] = {"start": start[this], "sinks": sinks}
+        results.append(routed_attention_reference(query[this], keys, values, gate[this], **where, **sizes, **scores))
     outputs, lses = zip(*results)
     return torch.cat(outputs), torch.cat(lses)
 
@@ -66,8 +69,8 @@ def _attend_ragged(query, key, value, gate, storage, sinks, sizes, scores) -> tu
         for head in range(entries):
             keys, values = (flat[slots[head]][None, None] for flat in (key, value))
             own_sinks = None if sinks is None else sinks.unflatten(0, (entries, -1))[head]
-            inputs = (groups[row : row + 1, head], keys, values, gate[row : row + 1, head : head + 1])
-            where = {"start": slots.new_zeros(1), "sinks": own_sinks}
-            results.append(routed_attention_reference(*inputs, **where, **sizes, **scores))
+            rows, one = groups[row : row + 1, head], gate[row : row + 1, head : head + 1]
+            where: dict[str, Any] = {"start": slots.new_zeros(1), "sinks": own_sinks}
+            results.append(routed_attention_reference(rows, keys, values, one, **where, **sizes, **scores))
     outputs, lses = (torch.cat(pieces).unflatten(0, (batch, entries)).flatten(1, 2) for pieces in zip(*results))
     return outputs, lses

@@ -33,7 +33,7 @@ def selection_config(head_dim: int, element_size: int, capability: int) -> TileC
     if element_size == 4:
         return TileConfig(64, 64, 32, 4, 3)
     if capability == 90:
-        return TileConfig(128, 256, 64, 8, 3)
+        return TileConfig(128, 256, 64, 8, 4)
     if capability in (80, 87, 100, 103):
         return TileConfig(128, 128, 64, 8, 3)
     return TileConfig(128, 128, 32, 8, 3)

@@ -2,6 +2,18 @@
 
 from .block_selection import KeptBlocks, block_selection
 from .routed_attention import routed_attention
+from .routed_decode import RaggedRows, routed_decode
+from .router import LinearWeights, RouterOutput, RouterWeights, router
 
 
-__all__ = ["KeptBlocks", "block_selection", "routed_attention"]
+__all__ = [
+    "KeptBlocks",
+    "LinearWeights",
+    "RaggedRows",
+    "RouterOutput",
+    "RouterWeights",
+    "block_selection",
+    "routed_attention",
+    "routed_decode",
+    "router",
+]

@@ -61,6 +61,14 @@ def test_packing_allocates_no_more_than_the_entries_need():
     assert flat_key.shape == flat_value.shape == (93 + 63, 16)
 
 
+def test_a_known_total_changes_nothing():
+    _, key, value = make_qkv(batch=2, length=61)
+    sizes = {"room": 6, "sink_size": SINK, "ring_size": 10, "start": START}
+    known, found = (pack_prompt(key, value, GATE, **sizes, **total) for total in ({"total": 156}, {}))
+    assert known[0].equal(found[0])
+    assert known[1].equal(found[1])
+
+
 @pytest.mark.parametrize("prompt", [12, 57], ids=["ring-not-full", "ring-wrapped"])
 def test_a_packed_prompt_and_new_tokens_decode_as_the_plain_cache(prompt):
     query, key, value = make_qkv(batch=2, query_length=4, length=prompt + 4)

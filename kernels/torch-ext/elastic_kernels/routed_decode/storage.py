@@ -125,7 +125,7 @@ def pack_prompt(
 
     Returns:
         Flat keys and values `[T, D]` and where the entries lie in them. Slots that hold no token yet have unspecified
-        finite or padding content, which `routed_decode` never reads.
+        content, which `routed_decode` never reads.
 
     Numerics:
         Copies bits. Waits for the device once without `total`, to size the allocation; holds no other tensor of the

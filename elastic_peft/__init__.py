@@ -3,6 +3,7 @@
 Importing this package registers the ELASTIC method with PEFT; import it before loading an ELASTIC adapter.
 """
 
+from .calibration import Calibration, calibrate
 from .config import ElasticConfig
 from .context import RoutingRecord, RoutingTape, forced_routing, last_routing
 from .registration import register
@@ -12,11 +13,13 @@ from .standardization import calibrate_standardization
 register()
 
 __all__ = [
+    "Calibration",
     "ElasticConfig",
     "ElasticSFTConfig",
     "ElasticSFTTrainer",
     "RoutingRecord",
     "RoutingTape",
+    "calibrate",
     "calibrate_standardization",
     "forced_routing",
     "last_routing",

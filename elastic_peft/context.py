@@ -219,6 +219,18 @@ def last_routing(model: nn.Module) -> RoutingRecord | None:
 
 
 @contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Runs `model` in evaluation mode and gives each of its modules back the mode that it had."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+@contextmanager
 def forced_routing(model: nn.Module, decisions: torch.Tensor | str) -> Iterator[None]:
     """Runs `model` with given decisions instead of the routers', in the calling thread.
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .context import RoutingTape, decoder_scope, forced_routing, routed_decoder
+from .context import RoutingTape, decoder_scope, evaluation_mode, forced_routing, routed_decoder
 from .hooks import active_routers
 from .router import InputStandardizer
 
@@ -68,10 +68,8 @@ def _standardizers(model: nn.Module) -> dict[int, InputStandardizer]:
 def _pooled_keys(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Iterator[dict[int, torch.Tensor]]:
     """Each batch's pooled keys by layer, `[sequences, H, head_dim]`, with every head in retrieval mode."""
     scope = decoder_scope(routed_decoder(model))
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        with forced_routing(model, "retrieval"):
+        with evaluation_mode(model), forced_routing(model, "retrieval"):
             for batch in batches:
                 tape = RoutingTape()
                 scope.pooled = {}
@@ -81,8 +79,6 @@ def _pooled_keys(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Iterato
                 yield {index: pooled[valid.to(pooled.device)] for index, pooled in scope.pooled.items()}
     finally:
         scope.pooled = None
-        for module, training in was_training.items():
-            module.training = training
 
 
 def is_calibrated(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ ORDER = [
     ["attention"],
     ["layer"],
     ["hooks"],
-    ["attachment", "standardization"],
+    ["attachment", "calibration", "standardization"],
     ["model"],
     ["registration"],
     ["data", "trainer_config"],

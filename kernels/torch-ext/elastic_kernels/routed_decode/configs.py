@@ -25,7 +25,7 @@ _KIB = 1024
 _SHARED = {80: 163 * _KIB, 87: 163 * _KIB, 90: 227 * _KIB, 100: 227 * _KIB, 103: 227 * _KIB}
 # Keys and values of one tile, how many tiles may be on their way, and the query rows and scores that registers hold.
 _TILE = 32 * _KIB
-_MAX_BUFFERS = 3
+_MAX_BUFFERS = 2
 _MAX_QUERY, _MAX_SCORES, _MAX_BLOCK_M = 16 * _KIB, 64 * 64, 64
 
 

@@ -40,11 +40,11 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def empty_outputs(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the attention output, like `query` `[B, H, Q, D]`, and its log-sum-exp, float32 `[B, H, Q]`.
+def empty_outputs(query: torch.Tensor, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Memory for the attention output, like `query` `[B, H, Q, D]`, and if asked its log-sum-exp, float32 `[B, H, Q]`.
 
     The output lies in memory as `[B, Q, H, D]`, which the projection after attention reads without a copy.
     """
     batch, heads, length, head_dim = query.shape
     out = query.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
-    return out, query.new_empty((batch, heads, length), dtype=torch.float32)
+    return out, query.new_empty((batch, heads, length), dtype=torch.float32) if with_lse else None

@@ -12,7 +12,7 @@ class PrefillLaunch(NamedTuple):
     """Outputs and arguments of one launch; the kernels take `pointers`, `strides` and `sizes` in this order."""
 
     out: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None
     grid: tuple[int]
     pointers: tuple[torch.Tensor | None, ...]
     strides: tuple[int, ...]
@@ -21,8 +21,9 @@ class PrefillLaunch(NamedTuple):
 
 
 def prepare_prefill(
-    query, key, gate, *, mode_pair, sink_size, window_size, start, cu_seqlens, kept_blocks, sinks, scale, block_m
-) -> PrefillLaunch:
+    query, key, gate, *, mode_pair, sink_size, window_size, start, cu_seqlens, kept_blocks, sinks, scale, with_lse,
+    block_m,
+) -> PrefillLaunch:  # fmt: skip
     """One program for every tile of `block_m` queries of every query head; other arguments as `routed_attention`."""
     batch, num_heads, q_length, _ = query.shape
     _, num_kv_heads, k_length, _ = key.shape
@@ -35,14 +36,14 @@ def prepare_prefill(
     if kept_blocks is not None:
         indices, counts, xa_block = kept_blocks.indices, kept_blocks.counts, kept_blocks.block_size
         list_rows, list_columns = indices.shape[2:]
-    out, lse = empty_outputs(query)
+    out, lse = empty_outputs(query, with_lse)
     retrieval_mode, sparse_mode = pair_modes(mode_pair)
     return PrefillLaunch(
         out,
         lse,
         grid=(tiles * num_heads,),
-        pointers=(gate, start, cu_seqlens, indices, counts, sinks, out, lse),
-        strides=(*gate.stride(), *out.stride()[:3], *lse.stride()[:2]),
+        pointers=(gate, start, cu_seqlens, indices, counts, sinks, out, out if lse is None else lse),
+        strides=(*gate.stride(), *out.stride()[:3], num_heads * q_length, q_length),
         sizes=(
             sequences, num_kv_heads, q_length, k_length, list_rows, list_columns,
             min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale,
@@ -54,6 +55,7 @@ def prepare_prefill(
             "HAS_START": start is not None,
             "HAS_CU_SEQLENS": packed,
             "HAS_SINKS": sinks is not None,
+            "STORE_LSE": with_lse,
             "XA_BLOCK": xa_block,
             "BLOCK_G": triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
         },

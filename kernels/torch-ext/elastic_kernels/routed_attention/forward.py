@@ -88,8 +88,8 @@ def _routed_attention_fwd_kernel(
     sink_size, window_size, scale, softcap,
     RETRIEVAL_MODE: tl.constexpr, SPARSE_MODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_START: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    XA_BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    STORE_LSE: tl.constexpr, XA_BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, row, head, tile, base, length, num_queries, q_base = locate_tile(
         tl.arange(0, BLOCK_G), gate_ptr, start_ptr, cu_seqlens_ptr, stride_gn, stride_gh, num_sequences, num_kv_heads,
@@ -108,7 +108,8 @@ def _routed_attention_fwd_kernel(
         out_padded = out_head + offs_m.to(tl.int64)[:, None] * stride_oq + offs_d[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
         tl.store(out_padded, zeros, mask=padded[:, None] & (offs_d < HEAD_DIM)[None, :])
-        tl.store(lse_head + offs_m, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padded)
+        if STORE_LSE:
+            tl.store(lse_head + offs_m, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padded)
     if tile * BLOCK_M >= num_queries:
         return
 
@@ -168,7 +169,8 @@ def _routed_attention_fwd_kernel(
     l_i = tl.where(valid, l_i, 1.0)
     out_rows = out_head + q_rows * stride_oq + offs_d[None, :]
     tl.store(out_rows, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=io_mask)
-    tl.store(lse_head + q_base + offs_m, (m_i + tl.log2(l_i)) / _LOG2E, mask=valid)
+    if STORE_LSE:
+        tl.store(lse_head + q_base + offs_m, (m_i + tl.log2(l_i)) / _LOG2E, mask=valid)
 
 
 def routed_attention_forward(
@@ -186,11 +188,12 @@ def routed_attention_forward(
     softcap=None,
     sinks=None,
     scale,
+    with_lse=True,
 ):
     """Launches the kernel; arguments as `routed_attention`, which validates them.
 
     Returns:
-        The output `[B, Hq, Q, D]` in query's dtype and its log-sum-exp, float32 `[B, Hq, Q]`.
+        The output `[B, Hq, Q, D]` in query's dtype, and its log-sum-exp, float32 `[B, Hq, Q]`, or `None`.
     """
     head_dim = query.shape[3]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -201,7 +204,8 @@ def routed_attention_forward(
         block_m, block_n = (min(block, kept_blocks.block_size) for block in (block_m, block_n))
     launch = prepare_prefill(
         query, key, gate, mode_pair=mode_pair, sink_size=sink_size, window_size=window_size, start=start,
-        cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, block_m=block_m,
+        cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, with_lse=with_lse,
+        block_m=block_m,
     )  # fmt: skip
     with on_device(query):
         _routed_attention_fwd_kernel[launch.grid](

@@ -129,7 +129,8 @@ def _step(
 
 @gluon.jit
 def _consume(
-    shared, limits, rows, out, GROUP: gl.constexpr, HAS_SINKS: gl.constexpr, STORED: gl.constexpr
+    shared, limits, rows, out, GROUP: gl.constexpr, HAS_SINKS: gl.constexpr, STORE_LSE: gl.constexpr,
+    STORED: gl.constexpr,
 ):  # fmt: skip
     queries, key_ring, value_ring, origin, masked, counts = shared
     q_buffers, q_ready = queries
@@ -175,8 +176,9 @@ def _consume(
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     l_i = gl.convert_layout(gl.sum(l_i, 1), SCORE_ROWS)
-    lse_rows = lse_ptr + row.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh + q_first + offs_r
-    gl.store(lse_rows, (m_i + gl.log2(l_i)) / _LOG2E, mask=offs_r < num_rows)
+    if STORE_LSE:
+        lse_rows = lse_ptr + row.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh + q_first + offs_r
+        gl.store(lse_rows, (m_i + gl.log2(l_i)) / _LOG2E, mask=offs_r < num_rows)
     # The queries' buffer is free: through it each warp writes whole lines of memory.
     q.store((acc / gl.convert_layout(l_i, gl.SliceLayout(1, OUTPUT))[:, None]).to(q_buffers.dtype))
     offs_m = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
@@ -187,7 +189,10 @@ def _consume(
 
 
 @gluon.jit
-def _store_padding(out, row, head, first, q_base, dtype: gl.constexpr, BLOCK_M: gl.constexpr, STORED: gl.constexpr):
+def _store_padding(
+    out, row, head, first, q_base, dtype: gl.constexpr, BLOCK_M: gl.constexpr, STORE_LSE: gl.constexpr,
+    STORED: gl.constexpr,
+):  # fmt: skip
     """Zeros for the queries `first .. first + BLOCK_M` that are padding: those before `q_base`."""
     out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh = out
     ROWS: gl.constexpr = 32
@@ -200,7 +205,8 @@ def _store_padding(out, row, head, first, q_base, dtype: gl.constexpr, BLOCK_M: 
         padded = offs_m < q_base
         out_rows = out_head + offs_m.to(gl.int64)[:, None] * stride_oq + offs_d[None, :]
         gl.store(out_rows, gl.zeros([ROWS, HEAD_DIM], dtype, STORED), mask=padded[:, None])
-        gl.store(lse_head + offs_m, gl.full([ROWS], float("-inf"), gl.float32, padded.type.layout), mask=padded)
+        if STORE_LSE:
+            gl.store(lse_head + offs_m, gl.full([ROWS], float("-inf"), gl.float32, padded.type.layout), mask=padded)
 
 
 @gluon.jit
@@ -209,8 +215,8 @@ def _routed_attention_fwd_hopper_kernel(
     stride_gn, stride_gh, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh,
     num_sequences, num_kv_heads, q_length, k_length, list_rows, list_columns, sink_size, window_size, scale,
     RETRIEVAL_MODE: gl.constexpr, SPARSE_MODE: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
-    HAS_CU_SEQLENS: gl.constexpr, HAS_SINKS: gl.constexpr, XA_BLOCK: gl.constexpr, BLOCK_G: gl.constexpr,
-    STORED: gl.constexpr,
+    HAS_CU_SEQLENS: gl.constexpr, HAS_SINKS: gl.constexpr, STORE_LSE: gl.constexpr, XA_BLOCK: gl.constexpr,
+    BLOCK_G: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_M: gl.constexpr = _GROUPS * ROWS
@@ -225,7 +231,7 @@ def _routed_attention_fwd_hopper_kernel(
     kv_head = head // GROUP
     out = (out_ptr, lse_ptr, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh)
     if HAS_START:
-        _store_padding(out, row, head, tile * BLOCK_M, q_base, dtype, BLOCK_M, STORED)
+        _store_padding(out, row, head, tile * BLOCK_M, q_base, dtype, BLOCK_M, STORE_LSE, STORED)
 
     gate = gl.load(gate_ptr + sequence.to(gl.int64) * stride_gn + kv_head * stride_gh)
     streaming, block_sparse = head_mode(gate, RETRIEVAL_MODE, SPARSE_MODE)
@@ -280,8 +286,8 @@ def _routed_attention_fwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_produce, (shared, (q_desc, k_desc, v_desc), free, XA_BLOCK)),
-            (_consume, (shared, limits, rows, out, 0, HAS_SINKS, STORED)),
-            (_consume, (shared, limits, rows, out, 1, HAS_SINKS, STORED)),
+            (_consume, (shared, limits, rows, out, 0, HAS_SINKS, STORE_LSE, STORED)),
+            (_consume, (shared, limits, rows, out, 1, HAS_SINKS, STORE_LSE, STORED)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS],
@@ -333,15 +339,17 @@ def routed_attention_forward_hopper(
     kept_blocks=None,
     sinks=None,
     scale,
+    with_lse=True,
 ):
     """Launches the kernel; arguments as `routed_attention`, which validates them, within what `supports` allows.
 
     Returns:
-        The output `[B, Hq, Q, D]` in query's dtype and its log-sum-exp, float32 `[B, Hq, Q]`.
+        The output `[B, Hq, Q, D]` in query's dtype, and its log-sum-exp, float32 `[B, Hq, Q]`, or `None`.
     """
     launch = prepare_prefill(
         query, key, gate, mode_pair=mode_pair, sink_size=sink_size, window_size=window_size, start=start,
-        cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, block_m=BLOCK_M,
+        cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, with_lse=with_lse,
+        block_m=BLOCK_M,
     )  # fmt: skip
     lanes = query.shape[3] // 8
     with on_device(query):

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from elastic_kernels import KeptBlocks, routed_attention
+from elastic_kernels import KeptBlocks, routed_attention, routed_decode
 from elastic_kernels.routed_attention.dispatch import choose_implementation
 from elastic_kernels.routed_attention.reference import block_sparse_attention, mix_by_gate, streaming_attention
+from elastic_kernels.routed_decode.api import MAX_QUERIES
+from elastic_kernels.routed_decode.api import choose_implementation as choose_decode_implementation
 
 
 class PairAttention:
@@ -70,6 +72,11 @@ class PairAttention:
             return self.full(), "dense"
         query, key, value = self.inputs
         softcap, sinks = self.scores["softcap"], self.scores["sinks"]
+        if modes == ("FA", "SSA") and cu_seqlens is None and query.shape[2] <= MAX_QUERIES and not gate.requires_grad:
+            implementation = choose_decode_implementation(None, query, key, value, sinks)
+            if implementation != "reference":
+                out = routed_decode(query, key, value, gate, start=start, **self.sizes, **self.scores)
+                return out, implementation
         implementation = choose_implementation(
             None, query, key, value, gate, kept_blocks=kept_blocks, softcap=softcap, sinks=sinks
         )

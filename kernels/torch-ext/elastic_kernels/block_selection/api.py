@@ -1,16 +1,14 @@
 """`block_selection`: checks its arguments once and runs an implementation."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from .._implementations import choose, kernel_obstacle
 from .._validation import check_device, check_heads, check_positive, check_sequences
 from .kept_blocks import KeptBlocks
 from .reference import block_selection_reference
 
 
-IMPLEMENTATIONS = ("reference", "triton")
 _MAX_STRIDES_PER_BLOCK = 128
 
 
@@ -86,7 +84,7 @@ def block_selection(
                 f"`heads` must be bool [sequences, key-value heads] = {(sequences, key.shape[1])}, "
                 f"got {heads.dtype} {tuple(heads.shape)}."
             )
-    chosen = _choose_implementation(implementation, query, block_size=block_size, stride=stride)
+    chosen = choose(implementation, query.device, lambda: _obstacle(query, block_size, stride))
     select = _triton if chosen == "triton" else block_selection_reference
     return select(
         query,
@@ -107,31 +105,11 @@ def _triton(*inputs, **options) -> KeptBlocks:
     return block_selection_forward(*inputs, **options)
 
 
-def _choose_implementation(implementation: str | None, query: Tensor, *, block_size: int, stride: int) -> str:
-    """The fused kernel on a CUDA device where it computes the call, else the reference; or the named one."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
-    if implementation == "reference" or (implementation is None and query.device.type != "cuda"):
-        return "reference"
-    obstacle = _obstacle(query, block_size, stride)
-    if obstacle is None:
-        return "triton"
-    if implementation is not None:
-        raise ValueError(f"`implementation` must compute the call, got {implementation!r}: {obstacle}.")
-    return "reference"
-
-
 def _obstacle(query: Tensor, block_size: int, stride: int) -> str | None:
     """Why the fused kernel cannot compute the call, None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if query.device.type != "cuda":
-        from .._launch import is_interpreting
-
-        if query.device.type != "cpu" or not is_interpreting():
-            return f"it needs a CUDA device, not {query.device}"
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it takes fp16, bf16 and fp32, not {query.dtype}"
+    obstacle = kernel_obstacle([query])
+    if obstacle is not None:
+        return obstacle
     if block_size & block_size - 1 or stride & stride - 1 or block_size > _MAX_STRIDES_PER_BLOCK * stride:
         return (
             f"it takes powers of two and at most {_MAX_STRIDES_PER_BLOCK} strides a block, "

@@ -1,17 +1,15 @@
 """`routed_decode`: checks its arguments once and runs an implementation."""
 
-import importlib.util
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .._implementations import choose, gradient_obstacle, kernel_obstacle
 from .._validation import INTEGER_DTYPES, check_device, check_heads, check_like, check_positive, check_sequences
 from .reference import routed_decode_reference
 from .storage import RaggedRows
 
 
-IMPLEMENTATIONS = ("reference", "triton")
 MAX_QUERIES = 8
 
 
@@ -105,7 +103,7 @@ def routed_decode(
         "sinks": sinks,
         "scale": query.shape[3] ** -0.5 if scale is None else scale,
     }
-    if _choose_implementation(implementation, query, key, value, sinks) == "reference":
+    if choose_implementation(implementation, query, key, value, sinks) == "reference":
         output, lse = routed_decode_reference(query, key, value, gate, **options)
     else:
         from .forward import routed_decode_forward
@@ -114,36 +112,16 @@ def routed_decode(
     return (output, lse) if return_lse else output
 
 
-def _choose_implementation(
-    implementation: str | None, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+def choose_implementation(
+    implementation: str | None, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
 ) -> str:
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
-    if implementation == "reference" or (implementation is None and query.device.type != "cuda"):
-        return "reference"
-    obstacle = _obstacle(query, key, value, sinks)
-    if obstacle is not None and implementation is not None:
-        raise ValueError(f"`implementation` must compute the call, got {implementation!r}: {obstacle}.")
-    return "triton" if obstacle is None else "reference"
-
-
-def _obstacle(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> str | None:
-    """Why the fused kernels cannot compute the call, None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if query.device.type != "cuda":
-        from .._launch import is_interpreting
-
-        if query.device.type != "cpu" or not is_interpreting():
-            return f"it needs a CUDA device, not {query.device}"
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it takes fp16, bf16 and fp32, not {query.dtype}"
-    if not 1 <= query.shape[3] <= 256:
-        return f"it takes a head_dim up to 256, not {query.shape[3]}"
+    """What computes a call of `routed_decode`, whose arguments these are."""
     tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "it has no backward, and an input requires a gradient"
-    return None
+
+    def find_obstacle() -> str | None:
+        return kernel_obstacle(tensors[:1], query.shape[3]) or gradient_obstacle(tensors)
+
+    return choose(implementation, query.device, find_obstacle)
 
 
 def _check_keys(query: Tensor, key: Tensor, value: Tensor, storage: RaggedRows | None) -> None:

@@ -1,17 +1,12 @@
 """`router`: checks its arguments once and runs an implementation."""
 
-import importlib.util
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from .._implementations import choose, gradient_obstacle, kernel_obstacle
 from .reference import RouterOutput, RouterWeights, router_reference
-
-
-IMPLEMENTATIONS = ("reference", "triton")
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def router(
@@ -57,8 +52,7 @@ def router(
     _check_keys(keys, valid)
     _check_weights(weights, keys)
     _check_statistics(mean, deviation, keys)
-    implementation = _choose(implementation, keys, weights, mean, deviation)
-    if implementation == "triton":
+    if choose(implementation, keys.device, lambda: _obstacle(keys, weights, mean, deviation)) == "triton":
         from .forward import router_forward as run
     else:
         run = router_reference
@@ -106,35 +100,7 @@ def _check_statistics(mean: Tensor | None, deviation: Tensor | None, keys: Tenso
             raise ValueError(f"`{name}` must have shape {tuple(keys.shape[2:])}, got {tuple(tensor.shape)}.")
 
 
-def _choose(implementation: str | None, keys: Tensor, weights: RouterWeights, *statistics: Tensor | None) -> str:
-    """The fastest implementation that computes the call, or the named one."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
-    if implementation == "reference" or (implementation is None and keys.device.type != "cuda"):
-        return "reference"
-    obstacle = _obstacle(keys, weights, *statistics)
-    if obstacle is None:
-        return "triton"
-    if implementation is None:
-        return "reference"
-    raise ValueError(f"`implementation` must compute the call, got {implementation!r}: {obstacle}.")
-
-
 def _obstacle(keys: Tensor, weights: RouterWeights, *statistics: Tensor | None) -> str | None:
     """Why the fused kernels cannot compute the call, None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if keys.device.type != "cuda":
-        from .._launch import is_interpreting
-
-        if keys.device.type != "cpu" or not is_interpreting():
-            return f"it needs a CUDA device, not {keys.device}"
-    if not 1 <= keys.shape[3] <= 256:
-        return f"it takes a head_dim up to 256, not {keys.shape[3]}"
     tensors = [keys, *chain.from_iterable(weights), *(tensor for tensor in statistics if tensor is not None)]
-    for tensor in tensors:
-        if tensor.dtype not in _DTYPES:
-            return f"it takes fp16, bf16 and fp32, not {tensor.dtype}"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "it has no backward, and an input requires a gradient"
-    return None
+    return kernel_obstacle(tensors, keys.shape[3]) or gradient_obstacle(tensors)

@@ -15,18 +15,18 @@ def tokens(length, seed=0):
     return torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
+SIZES = {
+    "sink_size": 2,
+    "window_size": 6,
+    "pool_size": 4,
+    "xattn_block_size": 4,
+    "xattn_stride": 2,
+    "xattn_threshold": 0.6,
+}
+
+
 def routed(mode_pair="FA-SSA", **overrides):
-    config = ElasticConfig(
-        mode_pair=mode_pair,
-        sink_size=2,
-        window_size=6,
-        pool_size=4,
-        xattn_block_size=4,
-        xattn_stride=2,
-        xattn_threshold=0.6,
-        task_type="CAUSAL_LM",
-        **overrides,
-    )
+    config = ElasticConfig(mode_pair=mode_pair, task_type="CAUSAL_LM", **{**SIZES, **overrides})
     model = perturb_routers(get_peft_model(build("llama", num_hidden_layers=4), config))
     calibrate_standardization(model, [{"input_ids": torch.cat([tokens(30, seed) for seed in range(8)])}])
     return model

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .._validation import check_device, check_heads, check_like, check_positive, check_sequences
 from ..block_selection import KeptBlocks
+from .autograd import differentiable
 from .dispatch import choose_implementation
 from .reference import routed_attention_reference
 
@@ -53,7 +54,7 @@ def routed_attention(
         scale: factor of the scores, `D ** -0.5` by default.
         return_lse: also return the log of the softmax's denominator.
         implementation: None to choose, or `"reference"` (plain torch, any device), `"triton"` or `"hopper"` (fused
-            kernels, forward only); a named one never gives way to another.
+            kernels); a named one never gives way to another.
 
     Returns:
         The output `[B, Hq, Q, D]` in query's dtype, zero for padded queries. With `return_lse`, also `[B, Hq, Q]` in
@@ -117,13 +118,13 @@ def routed_attention(
 def _triton(*inputs, **options):
     from .forward import routed_attention_forward
 
-    return routed_attention_forward(*inputs, **options)
+    return differentiable(routed_attention_forward, *inputs, **options)
 
 
 def _hopper(*inputs, softcap, **options):
     from .forward_hopper import routed_attention_forward_hopper
 
-    return routed_attention_forward_hopper(*inputs, **options)
+    return differentiable(routed_attention_forward_hopper, *inputs, **options)
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {

@@ -40,3 +40,27 @@ def prefill_config(head_dim: int, element_size: int, capability: int) -> TileCon
     if head_dim <= 128:
         return TileConfig(128, 64, 8, 3 if large else 2)
     return TileConfig(128, 64, 8, 2) if large else TileConfig(64, 32, 4, 1)
+
+
+def dq_config(head_dim: int, element_size: int, capability: int) -> TileConfig:
+    """Tile shape of the kernel for the gradient of the queries; arguments as for `prefill_config`."""
+    large = capability in (80, 87, 90, 100, 103)
+    if element_size == 4:
+        return TileConfig(32, 16, 4, 1)
+    if head_dim <= 64:
+        return TileConfig(128, 64, 8, 3)
+    if head_dim <= 128:
+        return TileConfig(128, 64, 8, 2) if large else TileConfig(64, 32, 4, 2)
+    return TileConfig(64, 32, 8, 2) if large else TileConfig(32, 32, 4, 1)
+
+
+def dkv_config(head_dim: int, element_size: int, capability: int) -> TileConfig:
+    """Tile shape of the kernel for the gradients of keys and values; arguments as for `prefill_config`."""
+    large = capability in (80, 87, 90, 100, 103)
+    if element_size == 4:
+        return TileConfig(16, 32 if head_dim <= 128 else 16, 4, 1)
+    if head_dim <= 64:
+        return TileConfig(64, 128, 8, 2)
+    if head_dim <= 128:
+        return TileConfig(64, 128, 8, 2) if large else TileConfig(32, 64, 4, 2)
+    return TileConfig(32, 64, 8, 2) if large else TileConfig(32, 32, 4, 1)

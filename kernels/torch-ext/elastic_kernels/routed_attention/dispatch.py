@@ -26,7 +26,7 @@ def choose_implementation(
 
     Args:
         implementation: one of `IMPLEMENTATIONS`, or None to choose: on a CUDA device `"hopper"` or `"triton"`,
-            elsewhere and for gradients and float64 `"reference"`.
+            elsewhere and for float64 `"reference"`.
         query: as in `routed_attention`, like the other arguments.
         key: as there.
         value: as there.
@@ -45,7 +45,7 @@ def choose_implementation(
         raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
     if implementation == "reference" or (implementation is None and query.device.type != "cuda"):
         return "reference"
-    obstacle = _obstacle(query, key, value, gate, kept_blocks, sinks)
+    obstacle = _obstacle(query, kept_blocks)
     if obstacle is None:
         hopper = _hopper_takes(query, key, value, kept_blocks, softcap)
         if implementation is None:
@@ -70,9 +70,7 @@ def _hopper_takes(
     return supports(query, key, value, kept_blocks=kept_blocks, softcap=softcap)
 
 
-def _obstacle(
-    query: Tensor, key: Tensor, value: Tensor, gate: Tensor, kept_blocks: KeptBlocks | None, sinks: Tensor | None
-) -> str | None:
+def _obstacle(query: Tensor, kept_blocks: KeptBlocks | None) -> str | None:
     """Why the fused kernels cannot compute the call, None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -89,7 +87,4 @@ def _obstacle(
         kept_blocks.block_size < 16 or kept_blocks.block_size & kept_blocks.block_size - 1
     ):
         return f"it takes kept blocks of a power of two from 16 on, not {kept_blocks.block_size}"
-    tensors = (query, key, value, gate) if sinks is None else (query, key, value, gate, sinks)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "it has no backward, and an input requires a gradient"
     return None

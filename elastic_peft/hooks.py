@@ -28,7 +28,9 @@ class DecoderHook:
             raise ValueError("`output_attentions` must be False: routed layers mix two attentions, got True.")
         past, continues = _cache_state(_cache(kwargs), routers)
         state = ForwardState(past)
-        if not continues:
+        if continues:
+            _check_later_tokens(kwargs.get("attention_mask"), past)
+        else:
             _check_ready(decoder, routers)
             _begin_sequences(state, decoder, routers, args, kwargs, **given)
         kwargs["elastic_state"] = state
@@ -115,6 +117,22 @@ def _cache_state(cache, routers) -> tuple[int, bool]:
             f"`cache` must have been filled with this adapter active, got one with {past} tokens and no routing."
         )
     return past, past > 0
+
+
+def _check_later_tokens(attention_mask: Any, past: int) -> None:
+    """Single tokens are valid; to look at more waits for the device.
+
+    Raises:
+        ValueError: some of several tokens that follow a prompt are padding.
+    """
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2 or torch.compiler.is_compiling():
+        return
+    later = attention_mask[:, past:]
+    if later.shape[1] > 1 and not later.all():
+        raise ValueError(
+            "`attention_mask` must be 1 for tokens that follow a prompt in the cache, got padding among them: rows "
+            "with fewer new tokens continue in a pass of their own."
+        )
 
 
 def _check_ready(decoder: nn.Module, routers: list[ElasticLayer]) -> None:

@@ -194,3 +194,12 @@ def test_a_prompt_padded_on_the_right_is_not_continued(decode):
     model(ids, attention_mask=mask, cache=cache)
     with pytest.raises(ValueError, match="`attention_mask` must pad prompts on the left"):
         model(tokens(1).expand(2, 1), attention_mask=torch.nn.functional.pad(mask, (0, 1), value=1), cache=cache)
+
+
+@torch.no_grad()
+def test_padding_after_a_prompt_is_refused(model):
+    ids, mask = left_padded()
+    cache = filled_cache(model, ids, attention_mask=mask)
+    later = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
+    with pytest.raises(ValueError, match="`attention_mask` must be 1 for tokens that follow a prompt"):
+        model(tokens(3).expand(3, 3), attention_mask=torch.cat([mask, later], dim=1), cache=cache)

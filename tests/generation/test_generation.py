@@ -228,3 +228,34 @@ def test_a_model_is_freed_with_its_last_reference():
         assert reference() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupted_generation_leaves_the_model_usable(model, error):
+    expected = generate(model, input_ids=tokens(40))
+    routing = last_routing(model)
+    calls = []
+
+    def interrupt(*_):
+        calls.append(None)
+        if len(calls) == 3:
+            raise error
+
+    with model.base_model.model.model.layers[2].register_forward_pre_hook(interrupt), pytest.raises(error):
+        generate(model, input_ids=tokens(20))
+    assert torch.equal(generate(model, input_ids=tokens(40)).sequences, expected.sequences)
+    assert torch.equal(last_routing(model).decisions, routing.decisions)
+    with torch.no_grad():
+        model(tokens(60))
+    assert last_routing(model).lengths.tolist() == [60], "the interrupted prompt's length must not be pinned"
+
+
+def test_models_in_one_process_keep_their_own_routing(model):
+    other = routed("XA-SSA")
+    generate(model, input_ids=tokens(40))
+    routing = last_routing(model)
+    with forced_routing(other, "sparse"):
+        generate(other, input_ids=tokens(30))
+        assert torch.equal(generate(model, input_ids=tokens(40)).sequences[:, :40], tokens(40))
+    assert torch.equal(last_routing(model).decisions, routing.decisions)
+    assert last_routing(other).decisions.all()

@@ -13,7 +13,7 @@ import torch
 
 from elastic_kernels.routed_decode import RaggedRows, routed_decode
 from elastic_kernels.routed_decode.api import MAX_QUERIES
-from elastic_kernels.routed_decode.storage import count_slots, next_slots, pack_prompt, token_slots
+from elastic_kernels.routed_decode.storage import append_tokens, count_slots, pack_prompt, token_slots
 
 from .config import ElasticConfig
 
@@ -94,10 +94,8 @@ class RaggedStore:
         count = key.shape[2]
         if self.length + count > self.capacity:
             self._lay_out(self.length + count + self._room(), self.rows.offsets)
-        slots = next_slots(self.rows, self.gate, count, sink_size=self.sizes["sink_size"]).flatten()
-        self.keys.index_copy_(0, slots, key.flatten(0, 2))
-        self.values.index_copy_(0, slots, value.flatten(0, 2))
-        self.rows.lengths.add_(count)
+        sink_size = self.sizes["sink_size"]
+        append_tokens(self.keys, self.values, key, value, self.gate, self.rows, sink_size=sink_size)
         self.length += count
         self._longest = max(self._longest, self.length)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._implementations import choose, gradient_obstacle, kernel_obstacle
 from .._validation import INTEGER_DTYPES, check_positive
 
 
@@ -98,6 +99,49 @@ def next_slots(rows: RaggedRows, gate: Tensor, count: int, *, sink_size: int) ->
     """
     new = torch.arange(count, device=rows.lengths.device)
     return token_slots(rows, gate, rows.lengths[:, None] + new, sink_size=sink_size)
+
+
+def append_tokens(
+    key: Tensor,
+    value: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    gate: Tensor,
+    rows: RaggedRows,
+    *,
+    sink_size: int,
+    implementation: str | None = None,
+) -> None:
+    """Writes the next tokens of every sequence, and counts them in `rows.lengths`; launches depend on shapes alone.
+
+    Args:
+        key: flat `[T, D]`, changed in place.
+        value: flat `[T, D]`, changed in place.
+        new_key: `[B, Hkv, Q, D]`, Q at most `ring_size`; full entries need room for it.
+        new_value: `[B, Hkv, Q, D]`.
+        gate: bool or int `[B, Hkv]`, 0 = full, 1 = streaming.
+        rows: where the entries lie, its `lengths` still without these tokens.
+        sink_size: tokens at the beginning that a streaming entry keeps.
+        implementation: None to choose, or `"reference"` (plain torch) or `"triton"` (one launch).
+
+    Raises:
+        ValueError: an unknown implementation, or one that does not take such tensors.
+    """
+    count = new_key.shape[2]
+
+    def find_obstacle() -> str | None:
+        return kernel_obstacle([new_key], new_key.shape[3]) or gradient_obstacle([new_key, new_value])
+
+    if choose(implementation, key.device, find_obstacle) == "triton":
+        from .append import append_forward
+
+        sizes = {"sink_size": sink_size, "ring_size": rows.ring_size}
+        append_forward(key, value, new_key, new_value, gate, rows.offsets, rows.lengths, **sizes)
+    else:
+        slots = next_slots(rows, gate, count, sink_size=sink_size).flatten()
+        key.index_copy_(0, slots, new_key.flatten(0, 2))
+        value.index_copy_(0, slots, new_value.flatten(0, 2))
+    rows.lengths.add_(count)
 
 
 def pack_prompt(

@@ -147,7 +147,7 @@ class RoutedRaggedLayer(RoutedDynamicLayer):
         """Removes the newest tokens, as `DynamicLayer.crop` does.
 
         Args:
-            tokens_to_remove: minus their number; a positive number is the length to keep, as before transformers 5.24.
+            tokens_to_remove: minus their number; a positive number is the length to keep, as before transformers 5.18.
 
         Raises:
             ValueError: more tokens than streaming heads can give back; see `RaggedStore.take_back`.

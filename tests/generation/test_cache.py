@@ -24,7 +24,7 @@ def model():
 def filled_cache(model, input_ids, decisions="sparse", **inputs):
     cache = DynamicCache(config=model.config)
     with forced_routing(model, decisions):
-        model(input_ids, cache=cache, **inputs)
+        model(input_ids, past_key_values=cache, **inputs)
     return cache
 
 
@@ -89,7 +89,7 @@ def test_without_a_cache_that_frees_the_record_counts_every_token():
 
 def test_keys_that_need_gradients_are_kept_whole(model):
     cache = DynamicCache(config=model.config)
-    model(tokens(40), cache=cache)
+    model(tokens(40), past_key_values=cache)
     assert {type(layer) for layer in cache.layers} == {RoutedDynamicLayer}
 
 
@@ -114,7 +114,7 @@ def test_a_cache_of_another_kind_is_refused(model):
     with pytest.raises(
         ValueError, match=r"`cache` must have DynamicLayer or StaticLayer layers .* got DynamicSliding"
     ):
-        model(tokens(10), cache=cache)
+        model(tokens(10), past_key_values=cache)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_a_cache_of_another_kind_is_refused(model):
 def test_a_copy_continues_on_its_own(model, copied):
     cache = filled_cache(model, tokens(60))
     other = copied(cache)
-    expected = model(tokens(3, seed=1), cache=cache).logits
-    model(tokens(7, seed=2), cache=cache)
-    assert torch.equal(model(tokens(3, seed=1), cache=other).logits, expected)
+    expected = model(tokens(3, seed=1), past_key_values=cache).logits
+    model(tokens(7, seed=2), past_key_values=cache)
+    assert torch.equal(model(tokens(3, seed=1), past_key_values=other).logits, expected)
 
 
 @torch.no_grad()
@@ -139,8 +139,8 @@ def test_selected_sequences_continue_as_their_own(model):
     whole = filled_cache(model, ids, decisions, attention_mask=mask)
     chosen = copy.deepcopy(whole)
     chosen.batch_select_indices(rows)
-    expected = model(suffix, attention_mask=mask_after, cache=whole).logits[rows]
-    assert_same_logits(model(suffix[rows], attention_mask=mask_after[rows], cache=chosen).logits, expected)
+    expected = model(suffix, attention_mask=mask_after, past_key_values=whole).logits[rows]
+    assert_same_logits(model(suffix[rows], attention_mask=mask_after[rows], past_key_values=chosen).logits, expected)
 
 
 @torch.no_grad()
@@ -149,18 +149,18 @@ def test_a_reset_cache_serves_the_model_without_its_adapter(model):
     cache.reset()
     with model.disable_adapter():
         expected = generate(model, input_ids=tokens(20))
-        assert torch.equal(generate(model, input_ids=tokens(20), cache=cache).sequences, expected.sequences)
+        assert torch.equal(generate(model, input_ids=tokens(20), past_key_values=cache).sequences, expected.sequences)
 
 
 @torch.no_grad()
 def test_a_cropped_cache_continues_as_if_the_rest_had_never_been(model):
     prompt, dropped, suffix = tokens(60), tokens(SLACK, seed=1), tokens(4, seed=2)
-    expected = model(suffix, cache=filled_cache(model, prompt)).logits
+    expected = model(suffix, past_key_values=filled_cache(model, prompt)).logits
     cache = filled_cache(model, prompt)
-    model(dropped, cache=cache)
+    model(dropped, past_key_values=cache)
     cache.crop(-SLACK)
     assert cache.get_seq_length() == 60
-    assert_same_logits(model(suffix, cache=cache).logits, expected)
+    assert_same_logits(model(suffix, past_key_values=cache).logits, expected)
 
 
 @torch.no_grad()
@@ -174,14 +174,14 @@ def test_cropping_what_is_freed_is_refused(model):
 def test_a_cache_cropped_to_nothing_routes_its_next_prompt_afresh(model):
     cache = filled_cache(model, tokens(60))
     cache.crop(-60)
-    assert_same_logits(model(tokens(40), cache=cache).logits, model(tokens(40)).logits)
+    assert_same_logits(model(tokens(40), past_key_values=cache).logits, model(tokens(40)).logits)
 
 
 @torch.no_grad()
 def test_freed_keys_are_not_continued_without_the_adapter(model):
     cache = filled_cache(model, tokens(60))
     with model.disable_adapter(), pytest.raises(ValueError, match="keys of its sparse heads are freed"):
-        model(tokens(1), cache=cache)
+        model(tokens(1), past_key_values=cache)
 
 
 @pytest.mark.parametrize("decode", ["routed", "full"])
@@ -191,9 +191,13 @@ def test_a_prompt_padded_on_the_right_is_not_continued(decode):
     cache = DynamicCache(config=model.config)
     ids, mask = torch.cat([tokens(20), tokens(20, seed=1)]), torch.ones(2, 20, dtype=torch.long)
     mask[1, 15:] = 0
-    model(ids, attention_mask=mask, cache=cache)
+    model(ids, attention_mask=mask, past_key_values=cache)
     with pytest.raises(ValueError, match="`attention_mask` must pad prompts on the left"):
-        model(tokens(1).expand(2, 1), attention_mask=torch.nn.functional.pad(mask, (0, 1), value=1), cache=cache)
+        model(
+            tokens(1).expand(2, 1),
+            attention_mask=torch.nn.functional.pad(mask, (0, 1), value=1),
+            past_key_values=cache,
+        )
 
 
 @torch.no_grad()
@@ -202,4 +206,4 @@ def test_padding_after_a_prompt_is_refused(model):
     cache = filled_cache(model, ids, attention_mask=mask)
     later = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
     with pytest.raises(ValueError, match="`attention_mask` must be 1 for tokens that follow a prompt"):
-        model(tokens(3).expand(3, 3), attention_mask=torch.cat([mask, later], dim=1), cache=cache)
+        model(tokens(3).expand(3, 3), attention_mask=torch.cat([mask, later], dim=1), past_key_values=cache)

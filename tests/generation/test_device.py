@@ -17,12 +17,12 @@ from elastic_peft.ragged_store import RaggedStore
 
 def test_interpreted_kernels_decode_what_the_reference_decodes(monkeypatch):
     model = routed()
-    ids, mask = left_padded()
+    ids, mask = left_padded([20, 11])
     outputs = []
     for implementation in ("reference", "triton"):
         decode = partial(routed_decode, implementation=implementation)
         monkeypatch.setattr(ragged_store, "routed_decode", decode)
-        options = {"max_new_tokens": 3, "min_new_tokens": 3}
+        options = {"max_new_tokens": 2, "min_new_tokens": 2}
         outputs.append(generate(model, input_ids=ids, attention_mask=mask, **options))
     for row in range(len(ids)):
         assert_same_logits(*(logits_of(output, row) for output in outputs))
@@ -45,7 +45,7 @@ def filled_cache(model, decisions):
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, 96, (1, LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
     with forced_routing(model, decisions):
-        model(ids, cache=cache, logits_to_keep=1)
+        model(ids, past_key_values=cache, logits_to_keep=1)
     return cache
 
 
@@ -69,12 +69,12 @@ def test_freed_memory_returns_to_the_allocator(big_model):
 def test_decoding_does_not_wait_for_the_device(big_model, count):
     cache = filled_cache(big_model, QUARTER_FULL)
     ids = torch.full((1, count), 5, device="cuda")
-    big_model(ids, cache=cache)
+    big_model(ids, past_key_values=cache)
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(300 // count):  # more than there is room for at first
-            big_model(ids, cache=cache)
+            big_model(ids, past_key_values=cache)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

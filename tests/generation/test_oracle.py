@@ -108,7 +108,7 @@ def test_turns_that_append_to_a_cache(model, added):
     cache = DynamicCache(config=model.config)
     chat = PROMPT
     for turn in range(3):
-        output = generate(model, input_ids=chat, cache=cache)
+        output = generate(model, input_ids=chat, past_key_values=cache)
         assert_follows_one_pass(model, output, prompt_end=PROMPT.shape[1])
         chat = torch.cat([output.sequences, tokens(added, seed=turn)], dim=1)
 
@@ -116,31 +116,31 @@ def test_turns_that_append_to_a_cache(model, added):
 def test_a_second_turn_of_a_left_padded_batch(any_model):
     cache = DynamicCache(config=any_model.config)
     ids, mask = left_padded()
-    first = generate(any_model, input_ids=ids, attention_mask=mask, cache=cache).sequences
+    first = generate(any_model, input_ids=ids, attention_mask=mask, past_key_values=cache).sequences
     chat = torch.cat([first, torch.cat([tokens(40, seed=9 + row) for row in range(len(LENGTHS))])], dim=1)
     mask = torch.nn.functional.pad(mask, (0, chat.shape[1] - mask.shape[1]), value=1)
-    output = generate(any_model, input_ids=chat, attention_mask=mask, cache=cache)
+    output = generate(any_model, input_ids=chat, attention_mask=mask, past_key_values=cache)
     assert_follows_one_pass(any_model, output, mask, prompt_end=ids.shape[1])
 
 
 def test_questions_after_one_cached_prefix(model):
     prefix = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(PROMPT, cache=prefix)
+        model(PROMPT, past_key_values=prefix)
     for seed, length in enumerate([2, 20]):
         prompt = torch.cat([PROMPT, tokens(length, seed)], dim=1)
-        output = generate(model, input_ids=prompt, cache=copy.deepcopy(prefix))
+        output = generate(model, input_ids=prompt, past_key_values=copy.deepcopy(prefix))
         assert_follows_one_pass(model, output, prompt_end=PROMPT.shape[1])
 
 
 def test_several_answers_from_one_cached_prefix(model):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(PROMPT, cache=cache)
+        model(PROMPT, past_key_values=cache)
     decisions = last_routing(model).decisions.expand(3, -1, -1)
     cache.batch_repeat_interleave(3)
     prompts = torch.cat([torch.cat([PROMPT, tokens(4, seed)], dim=1) for seed in range(3)])
-    output = generate(model, input_ids=prompts, cache=cache)
+    output = generate(model, input_ids=prompts, past_key_values=cache)
     assert_follows_one_pass(model, output, prompt_end=PROMPT.shape[1], decisions=decisions)
 
 

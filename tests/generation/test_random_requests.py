@@ -81,11 +81,11 @@ class Request:
         if self.strategy != "second turn":
             return self.generate(), self.ids.shape[1]
         cache = DynamicCache(config=self.model.config)
-        first = self.generate(cache=cache).sequences
+        first = self.generate(past_key_values=cache).sequences
         added = self.draw.choice([1, 8, 33, 34, 200])
         self.ids = torch.cat([first, tokens(added, seed=1).expand(len(first), -1)], dim=1)
         self.mask = torch.nn.functional.pad(self.mask, (0, self.ids.shape[1] - self.mask.shape[1]), value=1)
-        return self.generate(cache=cache), self.ids.shape[1]
+        return self.generate(past_key_values=cache), self.ids.shape[1]
 
 
 @torch.no_grad()

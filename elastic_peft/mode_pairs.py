@@ -77,9 +77,7 @@ class PairAttention:
             if implementation != "reference":
                 out = routed_decode(query, key, value, gate, start=start, **self.sizes, **self.scores)
                 return out, implementation
-        implementation = choose_implementation(
-            None, query, key, value, gate, kept_blocks=kept_blocks, softcap=softcap, sinks=sinks
-        )
+        implementation = choose_implementation(None, query, key, value, kept_blocks=kept_blocks, softcap=softcap)
         where: dict[str, Any] = {"start": start, "cu_seqlens": cu_seqlens}
         if implementation != "reference":
             options: dict[str, Any] = {"kept_blocks": kept_blocks, "implementation": implementation}

@@ -36,7 +36,7 @@ def rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
     for length in lengths:
         inputs = make_inputs(length)
         yield memory_row(length, inputs)  # while nothing but the inputs is allocated
-        yield from attention_rows(length, measure(length, inputs), choose_implementation(None, *inputs, make_gate(0)))
+        yield from attention_rows(length, measure(length, inputs), choose_implementation(None, *inputs))
 
 
 def measure(length: int, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[tuple, Times]:

@@ -1,6 +1,7 @@
 """`routed_attention`: checks its arguments once and runs an implementation."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -94,44 +95,33 @@ def routed_attention(
             raise ValueError(
                 f"`sinks` must be floating point of shape {(query.shape[1],)}, got {sinks.dtype} {tuple(sinks.shape)}."
             )
-    chosen = choose_implementation(
-        implementation, query, key, value, gate, kept_blocks=kept_blocks, softcap=softcap, sinks=sinks
-    )
-    output, lse = _IMPLEMENTATIONS[chosen](
-        query,
-        key,
-        value,
-        gate,
-        mode_pair=mode_pair,
-        sink_size=sink_size,
-        window_size=window_size,
-        start=start,
-        cu_seqlens=cu_seqlens,
-        kept_blocks=kept_blocks,
-        softcap=softcap,
-        sinks=sinks,
-        scale=query.shape[3] ** -0.5 if scale is None else scale,
-    )
+    options: dict[str, Any] = {
+        "mode_pair": mode_pair,
+        "sink_size": sink_size,
+        "window_size": window_size,
+        "start": start,
+        "cu_seqlens": cu_seqlens,
+        "kept_blocks": kept_blocks,
+        "softcap": softcap,
+        "sinks": sinks,
+        "scale": query.shape[3] ** -0.5 if scale is None else scale,
+    }
+    chosen = choose_implementation(implementation, query, key, value, kept_blocks=kept_blocks, softcap=softcap)
+    if chosen == "reference":
+        output, lse = routed_attention_reference(query, key, value, gate, **options)
+    else:
+        output, lse = differentiable(_launcher(chosen), query, key, value, gate, with_lse=return_lse, **options)
     return (output, lse) if return_lse else output
 
 
-def _triton(*inputs, **options):
+def _launcher(implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    if implementation == "hopper":
+        from .forward_hopper import routed_attention_forward_hopper
+
+        return routed_attention_forward_hopper
     from .forward import routed_attention_forward
 
-    return differentiable(routed_attention_forward, *inputs, **options)
-
-
-def _hopper(*inputs, softcap, **options):
-    from .forward_hopper import routed_attention_forward_hopper
-
-    return differentiable(routed_attention_forward_hopper, *inputs, **options)
-
-
-_IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "reference": routed_attention_reference,
-    "triton": _triton,
-    "hopper": _hopper,
-}
+    return routed_attention_forward
 
 
 def _check_kept_blocks(kept_blocks: KeptBlocks | None, mode_pair: str, sequences: int, query: Tensor) -> None:

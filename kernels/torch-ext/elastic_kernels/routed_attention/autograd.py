@@ -9,28 +9,30 @@ from torch.autograd.function import once_differentiable
 
 
 def differentiable(
-    forward: Callable[..., tuple[Tensor, Tensor]],
+    forward: Callable[..., tuple[Tensor, Tensor | None]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     gate: Tensor,
     *,
     sinks: Tensor | None,
+    with_lse: bool,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Runs a fused forward such that its output has gradients where an input requires them.
 
     Args:
         forward: launcher of a fused forward.
         query, key, value, gate, sinks, options: what it takes, as `routed_attention`.
+        with_lse: whether the caller reads the log-denominator.
 
     Returns:
-        The output, and the log-denominator without gradient.
+        The output, and the log-denominator without gradient, or None where nobody reads it.
     """
     inputs = (query, key, value, gate, sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _RoutedAttention.apply(*inputs, forward, options)
-    return forward(query, key, value, gate, sinks=sinks, **options)
+    return forward(query, key, value, gate, sinks=sinks, with_lse=with_lse, **options)
 
 
 class _RoutedAttention(torch.autograd.Function):

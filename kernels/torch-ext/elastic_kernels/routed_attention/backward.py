@@ -17,7 +17,7 @@ from .configs import INTERPRETER, TileConfig
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-    """Arguments of the backward's launches; kernels take `tensors`, `pointers`, `strides` and `sizes` in this order."""
+    """Arguments of the backward's launches: `tensors`, `pointers`, `strides` and `sizes` come in this order."""
 
     tensors: tuple[torch.Tensor, ...]
     pointers: tuple[torch.Tensor | None, ...]
@@ -123,7 +123,7 @@ def routed_attention_backward(grad_output, inputs, results, needs, forward, **op
     )
     grad_query = grad_key = grad_value = grad_sinks = other = None
     if needs[3]:
-        other, _ = forward(query, key, value, gate == 0, sinks=sinks, **options)
+        other, _ = forward(query, key, value, gate == 0, sinks=sinks, with_lse=False, **options)
     delta, grad_gate = launch_delta(grad_output, output, other, gate, k_length=key.shape[2], **where)
     del other
     launch = prepare_backward(query, key, value, grad_output, lse * math.log2(math.e), delta, gate, **options)

@@ -50,7 +50,7 @@ def dq_config(head_dim: int, element_size: int, capability: int) -> TileConfig:
     if head_dim <= 64:
         return TileConfig(128, 64, 8, 3)
     if head_dim <= 128:
-        return TileConfig(128, 64, 8, 2) if large else TileConfig(64, 32, 4, 2)
+        return TileConfig(64, 64, 4, 2) if large else TileConfig(64, 32, 4, 2)
     return TileConfig(64, 32, 8, 2) if large else TileConfig(32, 32, 4, 1)
 
 

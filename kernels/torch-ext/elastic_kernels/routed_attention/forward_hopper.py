@@ -337,6 +337,7 @@ def routed_attention_forward_hopper(
     start=None,
     cu_seqlens=None,
     kept_blocks=None,
+    softcap=None,
     sinks=None,
     scale,
     with_lse=True,

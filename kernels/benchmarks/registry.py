@@ -30,5 +30,6 @@ OPERATORS = {
     "selection": Operator(("tests/ops/test_selection_kernel.py",), (128 * K,)),
     "router": Operator(("tests/ops/test_router_kernel.py",), (512, 128 * K, 1024 * K)),
     "decode": Operator(("tests/ops/test_decode_kernel.py",), (128 * K,)),
+    "train": Operator(("tests/ops/test_training_kernels.py",), (64 * K,)),
     "model_prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (32, 128, 256))),
 }

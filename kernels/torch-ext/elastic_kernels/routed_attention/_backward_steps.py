@@ -14,10 +14,12 @@ def load_rows(rows, present, offs_d, HEAD_DIM: tl.constexpr, MASKED: tl.constexp
     """Loads the rows at `rows` `[R, D]`; those not `present` and the channels beyond `HEAD_DIM` are zero."""
     even_d: tl.constexpr = offs_d.shape[0] == HEAD_DIM
     if MASKED:
-        return tl.load(rows, mask=present[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-    if even_d:
-        return tl.load(rows)
-    return tl.load(rows, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        tile = tl.load(rows, mask=present[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    elif even_d:
+        tile = tl.load(rows)
+    else:
+        tile = tl.load(rows, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -25,8 +27,12 @@ def probabilities(s, lse, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """`exp(scores - lse)`, with `lse` in log2, and the derivative of the scores by `scale * q k^T`."""
     if HAS_SOFTCAP:
         s = soft_cap(s * scale, softcap)
-        return tl.exp2(s * _LOG2E - lse), 1.0 - (s / softcap) * (s / softcap)
-    return tl.exp2(s * (scale * _LOG2E) - lse), 1.0
+        p = tl.exp2(s * _LOG2E - lse)
+        slope = 1.0 - (s / softcap) * (s / softcap)
+    else:
+        p = tl.exp2(s * (scale * _LOG2E) - lse)
+        slope = 1.0
+    return p, slope
 
 
 @triton.jit

@@ -129,13 +129,14 @@ def test_a_copy_continues_on_its_own(model, copied):
     assert torch.equal(model(tokens(3, seed=1), past_key_values=other).logits, expected)
 
 
+@pytest.mark.parametrize("added", [5, 40], ids=lambda n: f"{n}-tokens")
 @torch.no_grad()
-def test_selected_sequences_continue_as_their_own(model):
+def test_selected_sequences_continue_as_their_own(model, added):
     ids, mask = left_padded([60, 40, 50])
     decisions = torch.rand(3, 4, 2, generator=torch.Generator().manual_seed(0)) < 0.5
     rows = torch.tensor([2, 0])
-    suffix = torch.cat([tokens(5, seed) for seed in range(3)])
-    mask_after = torch.nn.functional.pad(mask, (0, 5), value=1)
+    suffix = torch.cat([tokens(added, seed) for seed in range(3)])
+    mask_after = torch.nn.functional.pad(mask, (0, added), value=1)
     whole = filled_cache(model, ids, decisions, attention_mask=mask)
     chosen = copy.deepcopy(whole)
     chosen.batch_select_indices(rows)

@@ -122,6 +122,12 @@ def test_taking_back_twice_counts_from_the_newest_token_ever_written():
     sequences.step(33)
 
 
+def test_the_longest_sequence_decides_what_can_be_taken_back():
+    store = Sequences(60, padding=[0, 55, 58]).store
+    with pytest.raises(ValueError, match=f"got {SLACK + 1} tokens to remove"):
+        store.take_back(SLACK + 1)
+
+
 def test_a_short_sequence_gives_back_any_number():
     sequences = Sequences(SINK + WINDOW + SLACK, padding=[0, 1, 2])
     sequences.take_back(SINK + WINDOW + SLACK - 3)

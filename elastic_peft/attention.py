@@ -11,6 +11,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from elastic_kernels import block_selection
+from elastic_kernels.routed_decode import routed_decode
+from elastic_kernels.routed_decode.api import MAX_QUERIES
 
 from .cache import RoutingMemory
 from .config import ElasticConfig
@@ -65,7 +67,6 @@ class ElasticRoute:
         gate: `[N, H]`; bool (True = sparse), or float32 0.0 / 1.0 with a gradient.
         config: the active adapter's configuration.
         index: layer index.
-        past: tokens in the cache before this forward pass.
         start: int64 `[B]`, first valid key of each row, or `None`.
         sequences: the sequences of a pass that holds prompts; `None` for queries that continue one.
         record: filled by a pass that holds prompts.
@@ -75,7 +76,6 @@ class ElasticRoute:
     gate: torch.Tensor
     config: ElasticConfig
     index: int
-    past: int = 0
     start: torch.Tensor | None = None
     sequences: Sequences | None = None
     record: RoutingRecord | None = None
@@ -84,14 +84,20 @@ class ElasticRoute:
     def attend(self, module, query, key, value, attention_mask, **kwargs):
         """Mixes the two modes; see `elastic_attention_forward`."""
         scores = {name: kwargs.get(given) for name, given in SCORE_ARGUMENTS.items()}
-        store = None if self.memory is None else self.memory.store
-        if store is not None and self.sequences is None and store.takes(query.shape[2]):
-            return store.attend(query, **scores).transpose(1, 2).contiguous(), None
-        if store is not None and self.record is not None:
-            self.record.slots_by_layer[self.index] = store.slots
         base = base_attention(module)
-        keys_seen = self.past + query.shape[2]
         modes, later_modes = self._modes(module.training)
+        if self.sequences is None:
+            if later_modes == ("FA", "FA"):
+                return base(module, query, key, value, attention_mask, **kwargs)
+            decoded = self._decode(query, key, value, scores)
+            if decoded is not None:
+                return decoded.transpose(1, 2).contiguous(), None
+            assert self.memory is not None  # they continue a cache
+            keys_seen = int(self.memory.get_seq_length())
+        else:
+            if self.record is not None and self.memory is not None and self.memory.store is not None:
+                self.record.slots_by_layer[self.index] = self.memory.store.slots
+            keys_seen = query.shape[2]
         if all(self._covers(mode, keys_seen) for mode in (*modes, *later_modes)):
             self._note("dense")
             return base(module, query, key, value, attention_mask, **kwargs)
@@ -122,6 +128,21 @@ class ElasticRoute:
                 mixed = torch.where(in_prompt[:, None, :, None], mixed, later)
         self._note(implementation)
         return mixed.transpose(1, 2).contiguous(), None
+
+    def _decode(self, query, key, value, scores) -> torch.Tensor | None:
+        """Output of a few tokens after a prompt `[B, Hq, Q, head_dim]`, without waiting for the device.
+
+        `None` if it takes all keys and values, and the host to know how many they are.
+        """
+        assert self.memory is not None  # it continues a cache
+        store, length, count = self.memory.store, self.memory.get_seq_length(), query.shape[2]
+        if store is not None:
+            return store.attend(query, **scores) if store.takes(count) else None
+        if not isinstance(length, torch.Tensor) or count > MAX_QUERIES:
+            return None
+        options: dict[str, Any] = {"start": _to(self.start, query.device), "length": length, **scores}
+        sizes = (self.config.sink_size, self.config.window_size)
+        return routed_decode(query, key, value, self.gate, sink_size=sizes[0], window_size=sizes[1], **options)
 
     def _attend_prompts(self, pair: PairAttention, modes, where, training) -> tuple[torch.Tensor, str]:
         """The pair's output for the prompts' tokens; notes the share of pairs that XAttention's blocks hold.

@@ -88,6 +88,12 @@ class RoutedStaticLayer(RoutingMemory, StaticLayer):
 
     plain = StaticLayer
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `StaticLayer.crop`; an empty layer routes its next prompt afresh. Waits for the device to tell."""
+        super().crop(tokens_to_remove)
+        if self.gate is not None and not self.cumulative_length > 0:
+            self.gate = self.start = None
+
 
 class RoutedRaggedLayer(RoutedDynamicLayer):
     """A `DynamicLayer` that remembers its routing and frees what its streaming heads never attend again."""

@@ -138,7 +138,6 @@ class ForwardState:
     """Travels with one forward pass from the decoder to each attention layer.
 
     Args:
-        past: tokens in the cache before this forward pass.
         sequences: the sequences of a prompt or training batch; `None` when the pass continues a routed cache.
         sampling: sample decisions (training) instead of taking the most likely ones.
         tape: collects the gates of a training step.
@@ -148,7 +147,6 @@ class ForwardState:
         pooled: layer index to pooled keys, filled while standardisation is calibrated.
     """
 
-    past: int
     sequences: Sequences | None = None
     sampling: bool = False
     tape: RoutingTape | None = None

@@ -26,10 +26,9 @@ class DecoderHook:
             return args, kwargs
         if kwargs.get("output_attentions"):
             raise ValueError("`output_attentions` must be False: routed layers mix two attentions, got True.")
-        past, continues = _cache_state(_cache(kwargs), routers)
-        state = ForwardState(past)
-        if continues:
-            _check_later_tokens(kwargs.get("attention_mask"), past)
+        state = ForwardState()
+        if _continues(_cache(kwargs), routers):
+            _check_later_tokens(kwargs.get("attention_mask"), _inputs(args, kwargs).shape[1])
         else:
             _check_ready(decoder, routers)
             _begin_sequences(state, decoder, routers, args, kwargs, **given)
@@ -39,9 +38,7 @@ class DecoderHook:
 
 def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, elastic_labels, prompt_end) -> None:
     """Fills the state of a pass that routes: a prompt, or a training batch."""
-    inputs = kwargs.get("inputs_embeds")
-    if inputs is None:
-        inputs = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    inputs = _inputs(args, kwargs)
     scope = decoder_scope(decoder)
     state.sequences = find_sequences(
         inputs.shape[0],
@@ -67,6 +64,14 @@ def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, ela
         state.sampling = True
         state.noise = _noise(state.tape, lengths.shape[0], heads)
     state.pooled = scope.pooled
+
+
+def _inputs(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The decoder's input, `[B, S]` tokens or `[B, S, hidden_size]` embeddings."""
+    inputs = kwargs.get("inputs_embeds")
+    if inputs is None:
+        inputs = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    return inputs
 
 
 def keep_record(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -101,34 +106,35 @@ def _fills_cache(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
     return not checkpoints and bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
 
 
-def _cache_state(cache, routers) -> tuple[int, bool]:
-    """Tokens in the cache, and whether it already holds the routing that this pass must follow."""
+def _continues(cache, routers) -> bool:
+    """Whether the cache already holds the routing that this pass must follow."""
     if cache is None:
-        return 0, False
+        return False
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise ValueError(f"`cache` must be a transformers cache with layers, got {type(cache).__name__}.")
     index = routers[0].layer.index
     layer = layers[index] if index < len(layers) else None
     past = 0 if layer is None else layer.get_seq_length()
-    past = int(past)  # a static layer counts in a tensor
-    if past > 0 and getattr(layer, "gate", None) is None:
+    if getattr(layer, "gate", None) is not None:
+        # A static layer counts on the device, where decoding must not wait for it.
+        return isinstance(past, torch.Tensor) or past > 0
+    if past > 0:
         raise ValueError(
-            f"`cache` must have been filled with this adapter active, got one with {past} tokens and no routing."
+            f"`cache` must have been filled with this adapter active, got one with {int(past)} tokens and no routing."
         )
-    return past, past > 0
+    return False
 
 
-def _check_later_tokens(attention_mask: Any, past: int) -> None:
+def _check_later_tokens(attention_mask: Any, count: int) -> None:
     """Single tokens are valid; to look at more waits for the device.
 
     Raises:
         ValueError: some of several tokens that follow a prompt are padding.
     """
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2 or torch.compiler.is_compiling():
+    if count == 1 or torch.compiler.is_compiling():
         return
-    later = attention_mask[:, past:]
-    if later.shape[1] > 1 and not later.all():
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and not attention_mask[:, -count:].all():
         raise ValueError(
             "`attention_mask` must be 1 for tokens that follow a prompt in the cache, got padding among them: rows "
             "with fewer new tokens continue in a pass of their own."

@@ -146,9 +146,9 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
         index = self.layer.index
         sequences = state.sequences
         if sequences is None:
-            memory = routing_memory(cache, index)
-            gate, start = memory.recall(config)
-            return ElasticRoute(gate, config, index, state.past, start, memory=memory)
+            held = routing_memory(cache, index)
+            gate, start = held.recall(config)
+            return ElasticRoute(gate, config, index, start, memory=held)
 
         gate = self._decide(attention, hidden_states, state, config)
         memory = None
@@ -162,7 +162,7 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
             frees_keys = streams and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
             memory = make_routing_memory(cache, index, frees_keys)
             memory.remember(gate.detach().bool(), sequences, config)
-        return ElasticRoute(gate, config, index, state.past, sequences.start, sequences, state.record, memory)
+        return ElasticRoute(gate, config, index, sequences.start, sequences, state.record, memory)
 
     def _boundary_keys(self, attention, hidden_states, state, pool_size) -> tuple[torch.Tensor, torch.Tensor]:
         """Pre-rotary keys `[N, T, H, head_dim]` of each prompt's ends and which count; see `boundary_indices`."""

@@ -3,11 +3,12 @@
 import copy
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from generation.tiny import assert_same_logits, generate, left_padded, routed, tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from elastic_peft import forced_routing, last_routing
@@ -171,9 +172,14 @@ def test_cropping_what_is_freed_is_refused(model):
         cache.crop(-SLACK - 1)
 
 
+@pytest.mark.parametrize(
+    "make_cache", [DynamicCache, partial(StaticCache, max_cache_len=64)], ids=["dynamic", "static"]
+)
 @torch.no_grad()
-def test_a_cache_cropped_to_nothing_routes_its_next_prompt_afresh(model):
-    cache = filled_cache(model, tokens(60))
+def test_a_cache_cropped_to_nothing_routes_its_next_prompt_afresh(model, make_cache):
+    cache = make_cache(config=model.config)
+    with forced_routing(model, "sparse"):
+        model(tokens(60), past_key_values=cache)
     cache.crop(-60)
     assert_same_logits(model(tokens(40), past_key_values=cache).logits, model(tokens(40)).logits)
 

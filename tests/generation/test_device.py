@@ -8,7 +8,7 @@ import torch
 from families_zoo import build
 from generation.tiny import assert_same_logits, generate, left_padded, logits_of, routed
 from peft import get_peft_model
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from elastic_kernels.routed_decode import routed_decode
 from elastic_peft import ElasticConfig, forced_routing, last_routing, ragged_store
@@ -29,6 +29,7 @@ def test_interpreted_kernels_decode_what_the_reference_decodes(monkeypatch):
 
 
 LENGTH = 32768
+STATIC = partial(StaticCache, max_cache_len=LENGTH + 400)
 QUARTER_FULL = torch.tensor([[True, True, False, True]] * 2)
 
 
@@ -41,8 +42,8 @@ def big_model():
 
 
 @torch.no_grad()
-def filled_cache(model, decisions):
-    cache = DynamicCache(config=model.config)
+def filled_cache(model, decisions, make_cache=DynamicCache):
+    cache = make_cache(config=model.config)
     ids = torch.randint(3, 96, (1, LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
     with forced_routing(model, decisions):
         model(ids, past_key_values=cache, logits_to_keep=1)
@@ -64,10 +65,14 @@ def test_freed_memory_returns_to_the_allocator(big_model):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 8, 9], ids=lambda n: f"{n}-tokens")
+@pytest.mark.parametrize(
+    ("make_cache", "count"),
+    [(DynamicCache, 1), (DynamicCache, 8), (DynamicCache, 9), (STATIC, 1), (STATIC, 8)],
+    ids=["dynamic-1", "dynamic-8", "dynamic-9", "static-1", "static-8"],
+)
 @torch.no_grad()
-def test_decoding_does_not_wait_for_the_device(big_model, count):
-    cache = filled_cache(big_model, QUARTER_FULL)
+def test_decoding_does_not_wait_for_the_device(big_model, make_cache, count):
+    cache = filled_cache(big_model, QUARTER_FULL, make_cache)
     ids = torch.full((1, count), 5, device="cuda")
     big_model(ids, past_key_values=cache)
     mode = torch.cuda.get_sync_debug_mode()
@@ -77,6 +82,24 @@ def test_decoding_does_not_wait_for_the_device(big_model, count):
             big_model(ids, past_key_values=cache)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_models_step_is_captured_once_and_replayed(big_model):
+    cache = filled_cache(big_model, QUARTER_FULL)
+    eager = copy.deepcopy(cache)
+    ids, position = torch.full((1, 1), 5, device="cuda"), torch.full((1, 1), LENGTH, device="cuda")
+    big_model(ids, position_ids=position, past_key_values=copy.deepcopy(cache))  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = big_model(ids, position_ids=position, past_key_values=cache).logits
+    for step in range(20):
+        ids.fill_(3 + step)
+        position.fill_(LENGTH + step)
+        graph.replay()
+        expected = big_model(ids, position_ids=position, past_key_values=eager).logits
+        torch.testing.assert_close(logits, expected, msg=lambda text, step=step: f"step {step}: {text}")
 
 
 @pytest.mark.gpu

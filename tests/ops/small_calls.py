@@ -1,5 +1,7 @@
 """One small call of every fused kernel, for compute-sanitizer: odd lengths, padding, packing, chunks, gradients."""
 
+import sys
+
 import torch
 from numerics import make_qkv
 from ops.dense import random_kept_blocks
@@ -24,14 +26,14 @@ def cuda_qkv(**shape):
     return [x.cuda().requires_grad_(shape.get("requires_grad", False)) for x in qkv]
 
 
-def main():
+def main(implementations):
     gate = torch.tensor([[0, 1]], device="cuda")
     padded = {"start": torch.tensor([0, 211], device="cuda")}
     packed = {"cu_seqlens": torch.tensor([0, 100, 101, 317], device="cuda")}
     blocks = -(-LENGTH // BLOCK)
     kept = random_kept_blocks(1, 4, blocks, blocks, BLOCK)
     kept = KeptBlocks(kept.indices.cuda(), kept.counts.cuda(), BLOCK)
-    for name in ("triton", "hopper"):
+    for name in implementations:
         options = {**SIZES, "implementation": name, "mode_pair": "FA-SSA"}
         routed_attention(*cuda_qkv(length=LENGTH), gate, **options, return_lse=True)
         routed_attention(*cuda_qkv(length=LENGTH, query_length=9), gate, **options)
@@ -57,4 +59,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -23,14 +23,20 @@ def inputs(length=1500):
     return [x.cuda() for x in qkv], torch.tensor([[False, True]], device="cuda")
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-def test_compute_sanitizer_finds_nothing(tool):
+# racecheck does not know what TMA completes, by which the Hopper kernel's warps wait for each other.
+@pytest.mark.parametrize(
+    ("tool", "implementations"),
+    [("memcheck", ("triton", "hopper")), ("synccheck", ("triton", "hopper")), ("racecheck", ("triton",))],
+    ids=["memcheck", "synccheck", "racecheck"],
+)
+def test_compute_sanitizer_finds_nothing(tool, implementations):
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("compute-sanitizer is not installed")
     # Every allocation of its own, so that an access beyond one is an access beyond memory.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": f"{TESTS}:{':'.join(sys.path)}"}
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, TESTS / "ops" / "small_calls.py"]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable]
+    command += [TESTS / "ops" / "small_calls.py", *implementations]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-2000:]
 

@@ -243,9 +243,10 @@ def test_on_a_gpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64, 128, 1024])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-def test_dtype_on_a_gpu(dtype):
-    query, key, case = planted({"length": 2048}, dtype=dtype)
+def test_dtype_on_a_gpu(dtype, block_size):
+    query, key, case = planted({"length": 2048, "block_size": block_size}, dtype=dtype)
     check(query, key, **case, tolerance=1e-4)
 
 

@@ -6,6 +6,9 @@ from .routed_decode import RaggedRows, routed_decode
 from .router import LinearWeights, RouterOutput, RouterWeights, router
 
 
+from . import _compiled  # noqa: F401  # isort: skip, registers the operators
+
+
 __all__ = [
     "KeptBlocks",
     "LinearWeights",

@@ -11,6 +11,7 @@ IMPLEMENTATIONS = ("reference", "triton")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def choose(
@@ -44,7 +45,7 @@ def choose(
 
 def kernel_obstacle(tensors: Sequence[Tensor], head_dim: int = _MAX_HEAD_DIM) -> str | None:
     """Why no Triton kernel of this package takes such tensors, None if one may."""
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "triton is not installed"
     device = tensors[0].device
     if device.type != "cuda":
@@ -65,3 +66,10 @@ def gradient_obstacle(tensors: Sequence[Tensor]) -> str | None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no backward, and an input requires a gradient"
     return None
+
+
+def is_opaque(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a call belongs into a graph that is being compiled for a CUDA device, and learns nothing."""
+    if not torch.compiler.is_compiling() or tensors[0] is None or tensors[0].device.type != "cuda":
+        return False
+    return not (torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors))

@@ -1,9 +1,11 @@
 """`block_selection`: checks its arguments once and runs an implementation."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._implementations import choose, kernel_obstacle
+from .._implementations import choose, is_opaque, kernel_obstacle
 from .._validation import check_device, check_heads, check_positive, check_sequences
 from .kept_blocks import KeptBlocks
 from .reference import block_selection_reference
@@ -84,19 +86,22 @@ def block_selection(
                 f"`heads` must be bool [sequences, key-value heads] = {(sequences, key.shape[1])}, "
                 f"got {heads.dtype} {tuple(heads.shape)}."
             )
+    options: dict[str, Any] = {
+        "heads": heads,
+        "block_size": block_size,
+        "stride": stride,
+        "threshold": threshold,
+        "start": start,
+        "cu_seqlens": cu_seqlens,
+        "scale": scale,
+    }
+    if is_opaque((query,)):
+        from .._compiled import block_selection_op
+
+        return block_selection_op(query.detach(), key.detach(), implementation=implementation, **options)
     chosen = choose(implementation, query.device, lambda: _obstacle(query, block_size, stride))
     select = _triton if chosen == "triton" else block_selection_reference
-    return select(
-        query,
-        key,
-        heads=heads,
-        block_size=block_size,
-        stride=stride,
-        threshold=threshold,
-        start=start,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-    )
+    return select(query, key, **options)
 
 
 def _triton(*inputs, **options) -> KeptBlocks:

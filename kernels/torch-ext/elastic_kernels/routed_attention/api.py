@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._implementations import is_opaque
 from .._validation import check_device, check_heads, check_like, check_positive, check_sequences
 from ..block_selection import KeptBlocks
 from .autograd import differentiable
@@ -106,6 +107,11 @@ def routed_attention(
         "sinks": sinks,
         "scale": query.shape[3] ** -0.5 if scale is None else scale,
     }
+    if is_opaque((query, key, value, gate, sinks)):
+        from .._compiled import routed_attention_op
+
+        options |= {"return_lse": return_lse, "implementation": implementation}
+        return routed_attention_op(query, key, value, gate, **options)
     chosen = choose_implementation(implementation, query, key, value, kept_blocks=kept_blocks, softcap=softcap)
     if chosen == "reference":
         output, lse = routed_attention_reference(query, key, value, gate, **options)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._implementations import choose, gradient_obstacle, kernel_obstacle
+from .._implementations import choose, gradient_obstacle, is_opaque, kernel_obstacle
 from .._validation import INTEGER_DTYPES, check_device, check_heads, check_like, check_positive, check_sequences
 from .reference import routed_decode_reference
 from .storage import RaggedRows
@@ -103,6 +103,11 @@ def routed_decode(
         "sinks": sinks,
         "scale": query.shape[3] ** -0.5 if scale is None else scale,
     }
+    if is_opaque((query, key, value, sinks)):
+        from .._compiled import routed_decode_op
+
+        options |= {"return_lse": return_lse, "implementation": implementation}
+        return routed_decode_op(query, key, value, gate, **options)
     if choose_implementation(implementation, query, key, value, sinks) == "reference":
         output, lse = routed_decode_reference(query, key, value, gate, **options)
     else:

@@ -1,11 +1,12 @@
 """`router`: checks its arguments once and runs an implementation."""
 
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._implementations import choose, gradient_obstacle, kernel_obstacle
+from .._implementations import choose, gradient_obstacle, is_opaque, kernel_obstacle
 from .reference import RouterOutput, RouterWeights, router_reference
 
 
@@ -52,11 +53,16 @@ def router(
     _check_keys(keys, valid)
     _check_weights(weights, keys)
     _check_statistics(mean, deviation, keys)
+    options: dict[str, Any] = {"mean": mean, "deviation": deviation, "sparsity_bias": sparsity_bias}
+    if is_opaque((keys, *chain.from_iterable(weights))):
+        from .._compiled import router_op
+
+        return router_op(keys, valid, weights, implementation=implementation, **options)
     if choose(implementation, keys.device, lambda: _obstacle(keys, weights, mean, deviation)) == "triton":
         from .forward import router_forward as run
     else:
         run = router_reference
-    return run(keys, valid, weights, mean=mean, deviation=deviation, sparsity_bias=sparsity_bias)
+    return run(keys, valid, weights, **options)
 
 
 def _check_keys(keys: Tensor, valid: Tensor) -> None:

@@ -31,7 +31,6 @@ def make_operator(tmp_path, monkeypatch):
             measured.extend(lengths)
             yield from ({"name": f"fake/{length}", "ours_ms": 1 / 3} for length in lengths)
 
-        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to load
         monkeypatch.setattr(sweep, "OPERATORS", {"fake": Operator((str(path),), (1, 2))})
         monkeypatch.setattr(sweep, "environment", lambda commit: SHARED | {"commit": commit})
         monkeypatch.setitem(sys.modules, "fake", SimpleNamespace(CONDITIONS="none", rows=rows))

@@ -115,9 +115,12 @@ def _obstacle(query: Tensor, block_size: int, stride: int) -> str | None:
     obstacle = kernel_obstacle([query])
     if obstacle is not None:
         return obstacle
-    if block_size & block_size - 1 or stride & stride - 1 or block_size > _MAX_STRIDES_PER_BLOCK * stride:
+    # Without tensor cores Triton 3.6 compiles a kernel that adds up the wrong columns.
+    if query.is_cuda and query.dtype == torch.float32:
+        return "it takes fp16 and bf16 on a GPU, not torch.float32"
+    if block_size & block_size - 1 or stride & stride - 1 or not 2 <= block_size // stride <= _MAX_STRIDES_PER_BLOCK:
         return (
-            f"it takes powers of two and at most {_MAX_STRIDES_PER_BLOCK} strides a block, "
+            f"it takes powers of two and 2 to {_MAX_STRIDES_PER_BLOCK} strides a block, "
             f"not blocks of {block_size} and strides of {stride}"
         )
     return None

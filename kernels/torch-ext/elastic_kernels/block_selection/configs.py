@@ -31,8 +31,7 @@ def selection_config(head_dim: int, element_size: int, capability: int) -> TileC
         The configuration; its shared memory fits the device's limit (99 KiB where the capability is unknown).
     """
     if element_size == 4:
-        # Without tensor cores Triton 3.6 adds up the columns of wider tiles wrongly.
-        return TileConfig(64, 32, 32, 4, 3)
+        return TileConfig(64, 64, 32, 4, 3)
     if capability == 90:
         return TileConfig(128, 256, 64, 8, 4)
     if capability in (80, 87, 100, 103):

@@ -23,6 +23,7 @@ __all__ = [
     "calibrate_standardization",
     "forced_routing",
     "last_routing",
+    "push_to_hub",
 ]
 
 
@@ -36,4 +37,8 @@ def __getattr__(name: str):
         from .trainer import ElasticSFTTrainer
 
         return ElasticSFTTrainer
+    if name == "push_to_hub":
+        from .hub import push_to_hub
+
+        return push_to_hub
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,7 @@ ORDER = [
     ["registration"],
     ["data", "trainer_config"],
     ["trainer"],
+    ["hub"],
     ["__init__"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

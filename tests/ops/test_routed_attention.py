@@ -5,7 +5,7 @@ import torch
 from numerics import assert_equal_in_float64, make_like, make_qkv
 from ops.dense import dense_attention, mode_mask
 
-from elastic_kernels import block_selection, routed_attention
+from elastic_kernels import KeptBlocks, block_selection, routed_attention
 
 
 SIZES = {"sink_size": 3, "window_size": 9}
@@ -100,3 +100,18 @@ def test_compiles_without_a_graph_break():
     (expected,) = torch.autograd.grad(run(query, key, value, gate).square().sum(), gate)
     (actual,) = torch.autograd.grad(compiled(query, key, value, gate).square().sum(), gate)
     assert_equal_in_float64(actual, expected, what="gradient of gate")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_blocks_that_nobody_asked_for_leave_the_diagonal(implementation):
+    query, key, value = make_qkv(length=70, dtype=torch.float32)
+    blocks = torch.ones(1, 4, 5, 5, dtype=torch.bool).tril()
+    kept = KeptBlocks.from_mask(blocks, 16)
+    kept.counts[:, 2:] = 0  # the second key-value head's
+    diagonal = KeptBlocks.from_mask(
+        torch.cat([blocks[:, :2], torch.eye(5, dtype=torch.bool).expand(1, 2, -1, -1)], 1), 16
+    )
+    options = {"mode_pair": "FA-XA", "sink_size": 0, "window_size": 1, "implementation": implementation}
+    gate = torch.ones(1, 2, dtype=torch.bool)
+    unlisted, listed = (routed_attention(query, key, value, gate, kept_blocks=x, **options) for x in (kept, diagonal))
+    torch.testing.assert_close(unlisted, listed, rtol=1e-5, atol=1e-6)

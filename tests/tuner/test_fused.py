@@ -6,7 +6,7 @@ from peft import get_peft_model
 from transformers import StaticCache
 
 from elastic_kernels.routed_attention.dispatch import choose_implementation
-from elastic_peft import forced_routing, last_routing, mode_pairs
+from elastic_peft import RoutingTape, forced_routing, last_routing, mode_pairs
 
 
 DECISIONS = torch.tensor([[[True, False]] * 2, [[False, True]] * 2])
@@ -57,3 +57,27 @@ def test_training_and_devices_without_kernels_run_the_reference(make_routed, inp
     assert last_routing(model).implementation == "reference"
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     assert choose_implementation(None, q, q, q) == "reference"
+
+
+@pytest.mark.parametrize("mode_pair", ["FA-SSA", "FA-XA", "XA-SSA"])
+def test_a_training_step_on_the_kernels_equals_one_on_the_reference(make_routed, inputs, use, mode_pair):
+    sizes = {"xattn_block_size": 16, "xattn_stride": 4, "xattn_threshold": 0.5}
+    use("reference")
+    model = make_routed(mode_pair=mode_pair, **sizes).train()
+    labels = inputs["input_ids"].clone()
+    labels[:, :29] = -100
+    results = {}
+    for name in ("reference", "triton"):
+        use(name)
+        model.zero_grad()
+        tape = RoutingTape(seeds=[1, 2])
+        model(**inputs, labels=labels, elastic_tape=tape).loss.backward()
+        assert last_routing(model).implementation == name
+        decisions = torch.stack(list(tape.gates.values()))
+        assert 0 < decisions.sum() < decisions.numel(), "one mode does not occur"
+        results[name] = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    assert results["triton"].keys() == results["reference"].keys()
+    for key, expected in results["reference"].items():
+        torch.testing.assert_close(
+            results["triton"][key], expected, rtol=1e-3, atol=1e-6, msg=lambda t, key=key: f"{key}: {t}"
+        )

@@ -127,6 +127,8 @@ def block_sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over kept blocks: query i attends key j <= i if its head keeps the block pair that holds (i, j).
 
+    The diagonal block is attended whether it is listed or not, so that no query is left without a key.
+
     Args:
         kept_blocks: what `block_selection` returned for this query and key.
         query, key, value, start, cu_seqlens, softcap, sinks, scale: as for `full_attention`.
@@ -151,7 +153,8 @@ def block_sparse_attention(
             raise ValueError(f"`kept_blocks` must cover {needed} blocks, got {tuple(mask.shape[2:])}.")
 
         def allowed(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-            kept = mask[:, :, (query_positions // size - first_row)[:, None], key_positions // size]
+            query_blocks, key_blocks = (query_positions // size)[:, None], key_positions // size
+            kept = mask[:, :, query_blocks - first_row, key_blocks] | (query_blocks == key_blocks)
             return _causal(query_positions, key_positions) & kept
 
         return _attend(query, key, value, _all_before, allowed, _MAX_CHUNK, softcap=softcap, sinks=sinks, scale=scale)

@@ -46,7 +46,7 @@ def mode_mask(
             first = max(length - query_length - begin, 0) // size * size
             kept = torch.cat([torch.zeros(heads, first, tokens.shape[2], dtype=torch.bool), tokens], 1)
             kept = kept[:, : end - begin, : end - begin]
-            seen = seen & kept
+            seen = seen & (kept | (i // size == j // size))
         mask[row, :, begin:end, begin:end] = seen
     return mask[:, :, length - query_length :]
 

@@ -1,16 +1,43 @@
-"""What was routed and measured, for people: a plain table and a heat map."""
+"""What was routed and measured, for people: a plain table, a heat map and a page."""
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+
+from .context import RoutingRecord
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
+body {{ max-width: 64rem; margin: 2rem auto; padding: 0 1rem }}
+table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }}
+th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid GrayText }}
+img {{ max-width: 100%; background: white; border-radius: 4px }}
+</style>
+<h1>{title}</h1>
+<p>{summary}</p>
+{sequences}
+<img alt="Which key-value heads of which layers ran sparse" src="data:image/png;base64,{picture}">
+{layers}
+</html>
+"""
 
 
 def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -42,7 +69,7 @@ def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def routing_png(
     decisions_by_task: Mapping[str, torch.Tensor],
-    path: str | Path,
+    path: str | Path | BinaryIO,
     *,
     layers: Sequence[int] | None = None,
     title: str | None = None,
@@ -52,7 +79,7 @@ def routing_png(
     Args:
         decisions_by_task: task name to bool `[N, L, H]`, True = sparse: N sequences, L routed layers, H key-value
             heads; N may differ between tasks.
-        path: the PNG file to write.
+        path: the PNG file to write, or an open binary file.
         layers: the L layer indices; `None` counts from 0.
         title: heading of the picture.
 
@@ -83,6 +110,58 @@ def routing_png(
     if title is not None:
         figure.suptitle(title)
     figure.savefig(path, format="png", dpi=150)
+
+
+def sequence_rows(record: RoutingRecord) -> list[dict[str, Any]]:
+    """A row for each sequence of a record: its tokens and sparsity ratios, for `routing_table`."""
+    columns = {
+        "tokens": record.lengths,
+        "MSR": record.msr,
+        "ESR": record.esr,
+        "ESR, last layer": record.esr_last_layer,
+    }
+    values = zip(*(column.tolist() for column in columns.values()))
+    return [{"sequence": index, **dict(zip(columns, row))} for index, row in enumerate(values)]
+
+
+def layer_rows(record: RoutingRecord) -> list[dict[str, Any]]:
+    """A row for each routed layer of a record: its heads, and how many of them are sparse, mean over the sequences."""
+    heads = record.decisions.shape[2]
+    sparse = record.decisions.sum(dim=2).float().mean(dim=0).tolist()
+    return [{"layer": index, "heads": heads, "sparse": mean} for index, mean in zip(record.layers, sparse)]
+
+
+def routing_html(record: RoutingRecord) -> str:
+    """A page on what was routed: ratios of each sequence, the heat map, sparse heads of each layer.
+
+    Args:
+        record: as `last_routing` returns it.
+
+    Returns:
+        HTML that needs no other file, readable on light and dark screens.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    picture = io.BytesIO()
+    by_sequence = {f"sequence {index}": decisions[None] for index, decisions in enumerate(record.decisions)}
+    routing_png(by_sequence, picture, layers=record.layers)
+    sizes = f"sink of {record.sink_size:,} and window of {record.window_size:,} tokens"
+    return PAGE.format(
+        title="Routing",
+        summary=f"{record.mode_pair}, {sizes}, computed by {record.implementation}",
+        sequences=_html_table(sequence_rows(record)),
+        picture=base64.b64encode(picture.getvalue()).decode("ascii"),
+        layers=_html_table(layer_rows(record)),
+    )
+
+
+def _html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    def line(tag, values):
+        return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
+
+    lines = [line("th", rows[0]), *(line("td", map(_cell, row.values())) for row in rows)]
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
 def _cell(value: Any) -> str:

@@ -3,7 +3,8 @@ import sys
 import pytest
 import torch
 
-from elastic_peft.report import routing_png, routing_table
+from elastic_peft import last_routing
+from elastic_peft.report import layer_rows, routing_html, routing_png, routing_table, sequence_rows
 
 
 def decisions(sequences=3, layers=4, heads=2):
@@ -90,3 +91,35 @@ def test_png_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"elastic_peft\[report\]"):
         routing_png({"code": decisions()}, tmp_path / "routing.png")
+
+
+@pytest.fixture
+def record(make_routed, inputs):
+    """Of two sequences, 40 and 35 tokens long."""
+    model = make_routed()
+    with torch.no_grad():
+        model(**inputs)
+    return last_routing(model)
+
+
+def test_rows_of_sequences_hold_their_ratios(record):
+    rows = sequence_rows(record)
+    assert [row["tokens"] for row in rows] == [40, 35]
+    torch.testing.assert_close(torch.tensor([row["MSR"] for row in rows]), record.msr)
+    torch.testing.assert_close(torch.tensor([row["ESR"] for row in rows]), record.esr)
+
+
+def test_rows_of_layers_count_their_sparse_heads(record):
+    expected = record.decisions.float().sum(dim=2).mean(dim=0)
+    assert [(row["layer"], row["heads"]) for row in layer_rows(record)] == [(0, 2), (1, 2)]
+    torch.testing.assert_close(torch.tensor([row["sparse"] for row in layer_rows(record)]), expected)
+
+
+def test_page_holds_its_tables_and_needs_no_other_file(record):
+    page = routing_html(record)
+    cells = [f"{row['MSR']:.3f}" for row in sequence_rows(record)] + [
+        f"{row['sparse']:.3f}" for row in layer_rows(record)
+    ]
+    assert all(f"<td>{cell}</td>" in page for cell in cells)
+    assert page.count("<img") == page.count('src="data:image/png;base64,') == 1
+    assert "http" not in page

@@ -1,0 +1,106 @@
+"""Commands that compute: `route`, `bench`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import AsJson, show
+
+
+if TYPE_CHECKING:
+    from elastic_peft import RoutingRecord
+
+
+STDERR = 2  # so that standard output holds the JSON alone
+BENCHMARKS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"
+
+Picture = Annotated[Path | None, typer.Option(help="Write a heat map there.", dir_okay=False)]
+Page = Annotated[Path | None, typer.Option(help="Write a page that needs no other file.", dir_okay=False)]
+
+
+class Operator(StrEnum):
+    """What can be measured."""
+
+    prefill = "prefill"
+    decode = "decode"
+    train = "train"
+    router = "router"
+
+
+def route(
+    model: Annotated[str, typer.Option(help="Base model: a folder, or repository on the Hub.")],
+    adapter: Annotated[str, typer.Option(help="Adapter: a folder, or repository on the Hub.")],
+    prompt_file: Annotated[Path, typer.Option(help="Text of the prompt, UTF-8.", exists=True, dir_okay=False)],
+    html: Page = None,
+    png: Picture = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a prompt and show which heads the routers made sparse."""
+    from elastic_peft.report import layer_rows, routing_html, routing_png, routing_table, sequence_rows
+
+    record = _record(model, adapter, prompt_file.read_text(encoding="utf-8"))
+    if png is not None:
+        routing_png({prompt_file.name: record.decisions}, png, layers=record.layers)
+    if html is not None:
+        html.write_text(routing_html(record), encoding="utf-8")
+    (sequence,) = sequence_rows(record)
+    fields = {"mode_pair": record.mode_pair, "computed_by": record.implementation, "tokens": sequence["tokens"]}
+    ratios = {"msr": sequence["MSR"], "esr": sequence["ESR"], "esr_last_layer": sequence["ESR, last layer"]}
+    if as_json:
+        show({**fields, **ratios, "layers": record.layers, "sparse": record.decisions[0].tolist()}, as_json)
+        return
+    show({**fields, **{name: f"{value:.3f}" for name, value in ratios.items()}}, as_json)
+    typer.echo(f"\n{routing_table(layer_rows(record))}")
+
+
+def bench(
+    operator: Annotated[Operator, typer.Argument(help="What to measure.")],
+    length: Annotated[list[int] | None, typer.Option(help="Tokens; may be repeated. Default: all.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the results. Default: with the sources.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an operator on this machine's GPU, after its tests. Needs a checkout of the sources."""
+    sweep = BENCHMARKS / "sweep.py"
+    if not sweep.is_file():
+        raise ValueError(f"`bench` must run in a checkout of the sources, got none: {sweep} is missing.")
+    output = output or BENCHMARKS / "results"
+    lengths = ["--lengths", *map(str, length)] if length else []
+    command = [sys.executable, str(sweep), operator.value, *lengths, "--output", str(output)]
+    code = subprocess.run(command, check=False, stdout=STDERR if as_json else None).returncode
+    if code:
+        raise typer.Exit(code)
+    if as_json:
+        newest = max(output.glob(f"*/{operator.value}.json"), key=lambda file: file.stat().st_mtime)
+        show(json.loads(newest.read_text(encoding="utf-8")), as_json)
+
+
+def _record(model: str, adapter: str, prompt: str) -> RoutingRecord:
+    """What the routers of `adapter` decide for `prompt`."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from elastic_peft import last_routing
+    from elastic_peft.context import routed_decoder
+
+    tokens = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
+    if not tokens["input_ids"].numel():
+        raise ValueError("`--prompt-file` must hold text, got an empty file.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map=device)
+    routed: Any = PeftModel.from_pretrained(base, adapter).eval()
+    layers = routed_decoder(routed).layers
+    with typer.progressbar(length=len(layers), label="Prompt", file=sys.stderr) as bar, torch.no_grad():
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: bar.update(1))
+        routed(**tokens.to(device), use_cache=False, logits_to_keep=1)
+    record = last_routing(routed)
+    assert record is not None
+    return record

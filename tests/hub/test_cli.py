@@ -1,0 +1,233 @@
+"""The command `elastic-peft`."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from elastic_peft import ElasticConfig, last_routing
+from elastic_peft_cli import app, runs
+
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ["inspect", "route", "convert", "convert paper", "convert duo", "card", "bench"]
+PROMPT = " ".join(f"w{(7 * i) % 96}" for i in range(60))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run_json(*arguments):
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def assert_refused(result, message):
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"Error: {message}")
+    assert "Traceback" not in result.output
+
+
+@pytest.fixture
+def adapter(make_routed, tmp_path):
+    """A trained adapter's folder."""
+    make_routed().save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def base(make_base, tmp_path):
+    """A base model's folder, with a tokenizer that knows the words `w0` to `w95`."""
+    make_base().save_pretrained(tmp_path / "base")
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    return file
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command):
+    result = run(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert f"Example: elastic-peft {command}" in result.output
+
+
+def test_help_does_not_wait_for_heavy_packages():
+    code = (
+        "import sys; from elastic_peft_cli import app; app(['--help'], standalone_mode=False); "
+        "print({'elastic_peft', 'peft', 'torch', 'transformers'} & set(sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "set()"
+
+
+def test_the_installed_command_is_this_one():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, name = scripts["elastic-peft"].split(":")
+    assert getattr(import_module(module), name) is app
+
+
+def test_inspect_shows_the_adapter(adapter):
+    shown = run_json("inspect", adapter)
+    config = ElasticConfig.from_pretrained(adapter)
+    assert {name: shown[name] for name in ("mode_pair", "sink_size", "window_size", "t_values")} == {
+        "mode_pair": config.mode_pair,
+        "sink_size": config.sink_size,
+        "window_size": config.window_size,
+        "t_values": config.t_values,
+    }
+    assert (shown["routed_layers"], shown["key_value_heads"], shown["calibrated"]) == (2, 4, True)
+    model_file = adapter / "adapter_model.safetensors"
+    assert shown["bytes"] == model_file.stat().st_size
+
+
+def test_inspect_counts_the_parameters_that_learn(make_base, make_config, tmp_path):
+    model = get_peft_model(make_base(), make_config())
+    model.save_pretrained(tmp_path / "adapter")
+    learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert run_json("inspect", tmp_path / "adapter")["parameters"] == learns
+
+
+def test_inspect_is_readable(adapter):
+    lines = run("inspect", adapter).stdout.splitlines()
+    assert any(line.split() == ["mode", "pair", "FA-SSA"] for line in lines)
+
+
+def test_inspect_refuses_another_adapter(make_base, tmp_path):
+    get_peft_model(make_base(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    assert_refused(run("inspect", tmp_path / "lora"), "`adapter` must be an ELASTIC adapter, got one of type")
+
+
+def test_inspect_refuses_damaged_weights(adapter):
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert_refused(run("inspect", adapter), "`adapter_model.safetensors` must be a complete safetensors file")
+
+
+def test_wrong_usage_has_its_own_exit_code(adapter):
+    assert run("inspect", adapter, "--colour").exit_code == 2
+
+
+def test_route_shows_what_the_model_decides(adapter, base, make_base, prompt):
+    shown = run_json("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
+    model = PeftModel.from_pretrained(make_base(), adapter).eval()
+    with torch.no_grad():
+        model(torch.tensor([[int(word[1:]) for word in PROMPT.split()]]))
+    record = last_routing(model)
+    assert shown["sparse"] == record.decisions[0].tolist()
+    assert (shown["tokens"], shown["layers"]) == (60, record.layers)
+    assert shown["msr"] == pytest.approx(record.msr.item())
+    assert shown["esr"] == pytest.approx(record.esr.item())
+
+
+def test_route_prints_a_line_for_each_layer(adapter, base, prompt):
+    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
+    assert [line.split()[:2] for line in result.stdout.splitlines()[-2:]] == [["0", "2"], ["1", "2"]]
+
+
+def test_route_writes_picture_and_page(adapter, base, prompt, tmp_path):
+    png, html = tmp_path / "routing.png", tmp_path / "routing.html"
+    result = run(
+        *("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt),
+        *("--png", png, "--html", html),
+    )
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64," in html.read_text()
+
+
+def test_route_refuses_an_empty_prompt(adapter, base, prompt):
+    prompt.write_text("")
+    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
+    assert_refused(result, "`--prompt-file` must hold text, got an empty file.")
+
+
+def test_route_refuses_an_adapter_of_another_base(make_routed, make_base, base, prompt, tmp_path):
+    make_routed(make_base(num_hidden_layers=3)).save_pretrained(tmp_path / "other")
+    result = run("route", "--model", base, "--adapter", tmp_path / "other", "--prompt-file", prompt)
+    assert_refused(result, "`num_key_value_heads` must cover 2 layers")
+
+
+def test_convert_makes_an_adapter_to_inspect(base, tmp_path):
+    pattern, output = tmp_path / "full_attention_heads.tsv", tmp_path / "static"
+    pattern.write_text("1\t0\n0\t1\n")
+    sizes = ("--sink-size", 4, "--window-size", 8)
+    converted = run_json("convert", "duo", pattern, output, "--base-model", base, *sizes)
+    inspected = run_json("inspect", output)
+    assert converted == {name: inspected[name] for name in converted}
+
+
+def test_convert_refuses_in_one_line(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    result = run("convert", "paper", tmp_path / "checkpoint", tmp_path / "adapter")
+    assert_refused(result, "`config.json` must be a readable JSON file")
+
+
+def test_card_is_written_beside_the_adapter(adapter):
+    shown = run_json("card", adapter)
+    assert shown["card"] == str(adapter / "README.md")
+    assert "library_name: peft" in (adapter / "README.md").read_text()
+
+
+@pytest.fixture
+def sweep(monkeypatch, tmp_path):
+    """Replaces the measurements by a script that writes its arguments as the result."""
+
+    def write(code):
+        monkeypatch.setattr(runs, "BENCHMARKS", tmp_path)
+        (tmp_path / "sweep.py").write_text(
+            "import json, sys\nfrom pathlib import Path\n"
+            "folder = Path(sys.argv[sys.argv.index('--output') + 1], 'gpu')\n"
+            "folder.mkdir(parents=True)\n"
+            "(folder / f'{sys.argv[1]}.json').write_text(json.dumps({'rows': sys.argv[1:]}))\n"
+            f"sys.exit({code})\n"
+        )
+        return tmp_path
+
+    return write
+
+
+def test_bench_runs_the_sweep(sweep, tmp_path):
+    sweep(0)
+    shown = run_json("bench", "decode", "--length", 1024, "--length", 2048, "--output", tmp_path / "out")
+    assert shown == {"rows": ["decode", "--lengths", "1024", "2048", "--output", str(tmp_path / "out")]}
+
+
+def test_bench_ends_as_the_sweep_ends(sweep):
+    sweep(1)
+    assert run("bench", "router").exit_code == 1
+
+
+def test_bench_needs_the_sources(monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "BENCHMARKS", tmp_path)
+    assert_refused(run("bench", "train"), "`bench` must run in a checkout of the sources")
+
+
+def test_bench_finds_the_sources():
+    assert (runs.BENCHMARKS / "sweep.py").is_file()
+
+
+@pytest.mark.parametrize("operator", list(runs.Operator))
+def test_bench_offers_what_the_sweep_measures(operator, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "kernels" / "benchmarks"))
+    assert operator.value in import_module("registry").OPERATORS

@@ -125,14 +125,14 @@ def sequence_rows(record: RoutingRecord) -> list[dict[str, Any]]:
 
 
 def layer_rows(record: RoutingRecord) -> list[dict[str, Any]]:
-    """A row for each routed layer of a record: its heads, and how many of them are sparse, mean over the sequences."""
+    """A row for each routed layer of a record: its heads, and which share of them is sparse over all sequences."""
+    shares = record.decisions.float().mean(dim=(0, 2)).tolist()
     heads = record.decisions.shape[2]
-    sparse = record.decisions.sum(dim=2).float().mean(dim=0).tolist()
-    return [{"layer": index, "heads": heads, "sparse": mean} for index, mean in zip(record.layers, sparse)]
+    return [{"layer": index, "heads": heads, "MSR": share} for index, share in zip(record.layers, shares)]
 
 
 def routing_html(record: RoutingRecord) -> str:
-    """A page on what was routed: ratios of each sequence, the heat map, sparse heads of each layer.
+    """A page on what was routed: the ratios of each sequence and layer, and a heat map of the heads.
 
     Args:
         record: as `last_routing` returns it.

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 
+from elastic_kernels.router import LinearWeights, RouterWeights, router
 from elastic_peft import ElasticConfig, last_routing
 from elastic_peft.convert import convert_duo, convert_paper
+from elastic_peft.static_router import static_router
 
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
@@ -274,6 +276,24 @@ def test_the_bias_moves_the_threshold(pattern, base_folder, inputs, tmp_path):
     config.save_pretrained(tmp_path / "adapter")
     expected = torch.tensor([[False, True], [True, True]])
     assert torch.equal(decisions(tmp_path / "adapter", inputs), expected.expand(2, -1, -1))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_static_router_decides_by_its_margins_alone(implementation):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    margins = torch.tensor([1e-9, -1e-9, 0.25, -0.25, 0.0])
+    tensors = {name: tensor.to(device) for name, tensor in static_router(margins, HEAD_DIM).items()}
+    layers = {n: LinearWeights(tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in RouterWeights._fields}
+    keys = 1e4 * torch.randn(3, 7, len(margins), HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    output = router(
+        keys.to(device),
+        torch.ones(3, 7, dtype=torch.bool, device=device),
+        RouterWeights(**layers),
+        mean=tensors["standardizer.mean"],
+        deviation=tensors["standardizer.deviation"],
+        implementation=implementation,
+    )
+    assert output.gate.tolist() == [[False, True, False, True, False]] * 3
 
 
 @pytest.mark.parametrize(

@@ -109,16 +109,17 @@ def test_rows_of_sequences_hold_their_ratios(record):
     torch.testing.assert_close(torch.tensor([row["ESR"] for row in rows]), record.esr)
 
 
-def test_rows_of_layers_count_their_sparse_heads(record):
-    expected = record.decisions.float().sum(dim=2).mean(dim=0)
-    assert [(row["layer"], row["heads"]) for row in layer_rows(record)] == [(0, 2), (1, 2)]
-    torch.testing.assert_close(torch.tensor([row["sparse"] for row in layer_rows(record)]), expected)
+def test_rows_of_layers_hold_their_share_of_sparse_heads(record):
+    rows = layer_rows(record)
+    assert [(row["layer"], row["heads"]) for row in rows] == [(0, 2), (1, 2)]
+    expected = record.decisions.double().mean(dim=(0, 2))
+    torch.testing.assert_close(torch.tensor([row["MSR"] for row in rows]).double(), expected)
 
 
 def test_page_holds_its_tables_and_needs_no_other_file(record):
     page = routing_html(record)
     cells = [f"{row['MSR']:.3f}" for row in sequence_rows(record)] + [
-        f"{row['sparse']:.3f}" for row in layer_rows(record)
+        f"{row['MSR']:.3f}" for row in layer_rows(record)
     ]
     assert all(f"<td>{cell}</td>" in page for cell in cells)
     assert page.count("<img") == page.count('src="data:image/png;base64,') == 1

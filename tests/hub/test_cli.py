@@ -1,6 +1,7 @@
 """The command `elastic-peft`."""
 
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -70,6 +71,17 @@ def test_help_shows_an_example(command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"Example: elastic-peft {command}" in result.output
+
+
+def readme_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.startswith("elastic-peft ")]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_the_readme_names_commands_and_options_that_exist(command):
+    # Help comes instead of the work, but after every name was read.
+    assert run(*shlex.split(command)[1:], "--help").exit_code == 0
 
 
 def test_help_does_not_wait_for_heavy_packages():

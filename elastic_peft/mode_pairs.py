@@ -32,7 +32,7 @@ class PairAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         run_full: Callable[[], torch.Tensor],
-        sizes: dict[str, int],
+        sizes: dict[str, Any],
         scores: dict[str, Any],
     ):
         self.inputs = (query, key, value)
@@ -91,6 +91,7 @@ class PairAttention:
                 return self.full()
             if mode == "SSA":
                 return streaming_attention(query, key, value, **self.sizes, **where, **self.scores)[0]
+            assert kept_blocks is not None
             return block_sparse_attention(query, key, value, kept_blocks=kept_blocks, **where, **self.scores)[0]
 
         return mix_by_gate(gate, run(modes[0]), run(modes[1]), cu_seqlens), implementation

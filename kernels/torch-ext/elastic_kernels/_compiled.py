@@ -128,4 +128,5 @@ def router_op(keys, valid, weights, **options) -> RouterOutput:
 
 def block_selection_op(query, key, **options) -> KeptBlocks:
     """`block_selection` inside a graph."""
-    return KeptBlocks(*_block_selection(query, key, **options), options["block_size"])
+    indices, counts = _block_selection(query, key, **options)
+    return KeptBlocks(indices, counts, options["block_size"])

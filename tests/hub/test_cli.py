@@ -1,6 +1,7 @@
 """The command `elastic-peft`."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -111,6 +112,15 @@ def test_inspect_shows_the_adapter(adapter):
     assert (shown["routed_layers"], shown["key_value_heads"], shown["calibrated"]) == (2, 4, True)
     model_file = adapter / "adapter_model.safetensors"
     assert shown["bytes"] == model_file.stat().st_size
+
+
+def test_inspect_reads_a_repository(client, hub, tmp_path):
+    client("push", "user/inspected")
+    code = "from elastic_peft_cli import app; app(['inspect', 'user/inspected', '--json'])"
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    shown = json.loads(output.stdout)
+    assert (shown["base_model"], shown["routed_layers"]) == ("user/base", 2)
 
 
 def test_inspect_counts_the_parameters_that_learn(make_base, make_config, tmp_path):

@@ -63,12 +63,9 @@ def push_to_hub(
         ImportError: `routing` is given and matplotlib is not installed.
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses.
     """
-    adapter_name = getattr(model, "active_adapter", None)
-    if not isinstance(model, PeftModel) or not isinstance(model.peft_config.get(adapter_name), ElasticConfig):
-        raise ValueError(
-            f"`model` must be a PeftModel whose active adapter is ELASTIC, got {type(model).__name__} with active "
-            f"adapter {adapter_name!r}."
-        )
+    if not isinstance(model, PeftModel) or not isinstance(model.active_peft_config, ElasticConfig):
+        raise ValueError(f"`model` must be a PeftModel whose active adapter is ELASTIC, got a {type(model).__name__}.")
+    adapter_name, config = model.active_adapter, model.active_peft_config
     api = HfApi(token=token)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder, selected_adapters=[adapter_name])
@@ -77,8 +74,7 @@ def push_to_hub(
         if results is not None:
             (directory / RESULTS_NAME).write_text(json.dumps(results, indent=1), encoding="utf-8")
         if routing is not None:
-            layers = sorted(model.peft_config[adapter_name].num_key_value_heads)
-            _draw_routing(routing, layers, directory / PICTURE_NAME)
+            _draw_routing(routing, sorted(config.num_key_value_heads or {}), directory / PICTURE_NAME)
         render = partial(render_card, directory, subfolder=path_in_repo, license=license)
         render(repo_id=repo_id)  # refuses what it cannot describe before anything changes on the Hub
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with the user's namespace

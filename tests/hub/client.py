@@ -1,8 +1,7 @@
 """What users run against the Hub. It runs in a process of its own: huggingface_hub reads `HF_ENDPOINT` on import."""
 
-import json
-import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from conftest import build_base, build_config, split_heads
@@ -66,6 +65,12 @@ def pull(loader, repo_id, **options):
     return logits(LOADERS[loader](repo_id, **options))
 
 
+def pull_offline(loader, repo_id):
+    """The same under `HF_HUB_OFFLINE=1`."""
+    with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+        return pull(loader, repo_id)
+
+
 def by_peft_model(repo_id, **options):
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), repo_id, **options)
 
@@ -94,7 +99,3 @@ def run_card(repo_id, **options):
     names = {}
     exec(card.text.split("```python\n")[1].split("```")[0], names)
     return logits(names["model"].eval())
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(*sys.argv[1:]).tolist()))

@@ -9,9 +9,16 @@ from hub.fake_hub import TOKEN, FakeHub
 
 
 @pytest.fixture(scope="session")
-def hub_environment(tmp_path_factory):
-    """Environment of a user's process, less the endpoint."""
+def running_hub():
+    with FakeHub() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hub_environment(running_hub, tmp_path_factory):
+    """Environment of a user's process."""
     return {
+        "HF_ENDPOINT": running_hub.url,
         "HF_HOME": str(tmp_path_factory.mktemp("hf_home")),
         "HF_TOKEN": TOKEN,
         "HF_HUB_DISABLE_XET": "1",
@@ -22,23 +29,18 @@ def hub_environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def running_hub():
-    with FakeHub() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def client(running_hub, hub_environment):
+def client(hub_environment):
     """Runs a function of `hub.client` by its name, in one process for all tests; it has pushed the base model."""
     executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
     def call(*args, **kwargs):
         return executor.submit(run, *args, **kwargs).result(timeout=120)
 
-    with executor, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**hub_environment, "HF_ENDPOINT": running_hub.url}.items():
-            patch.setenv(name, value)
-        call("push_base")
+    with executor:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in hub_environment.items():
+                patch.setenv(name, value)
+            call("push_base")  # starts the process, with this environment
         yield call
 
 

@@ -16,6 +16,7 @@ from .context import DecoderScopes, decoder_scope, routed_decoder
 from .families import RoutedLayer
 from .hooks import DecoderHook, keep_record, pass_labels, route_attention
 from .layer import ElasticLayer
+from .ragged_store import SLACK
 
 
 ROUTER_PREFIX = "elastic_"
@@ -122,12 +123,15 @@ def _generate(model: Any, *args: Any, **kwargs: Any):
     names = ("inputs_embeds", "input_ids", "inputs")
     inputs = next((given[name] for name in names if given.get(name) is not None), None)
     scope = decoder_scope(routed_decoder(model))
-    outer = scope.prompt_end
+    outer = scope.prompt_end, scope.keeps_keys
     scope.prompt_end = None if inputs is None else inputs.shape[1]
+    # A freed cache takes back no more than its slack of a rejected draft, and an assistant may lengthen its drafts.
+    lookup = given.get("prompt_lookup_num_tokens", getattr(generation_config, "prompt_lookup_num_tokens", None))
+    scope.keeps_keys = given.get("assistant_model") is not None or (lookup or 0) > SLACK
     try:
         return type(model).generate(model, *args, **kwargs)
     finally:
-        scope.prompt_end = outer
+        scope.prompt_end, scope.keeps_keys = outer
 
 
 def check_router_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *unused: Any) -> None:

@@ -18,6 +18,7 @@ from .cache import RoutingMemory
 from .config import ElasticConfig
 from .context import RoutingRecord
 from .mode_pairs import PairAttention
+from .precision import in_one_dtype
 from .sequences import Sequences
 
 
@@ -89,7 +90,8 @@ class ElasticRoute:
         if self.sequences is None:
             if later_modes == ("FA", "FA"):
                 return base(module, query, key, value, attention_mask, **kwargs)
-            decoded = self._decode(query, key, value, scores)
+            tensors = in_one_dtype(query, key, value)
+            decoded = self._decode(*tensors, scores=scores)
             if decoded is not None:
                 return decoded.transpose(1, 2).contiguous(), None
             assert self.memory is not None  # they continue a cache
@@ -107,9 +109,9 @@ class ElasticRoute:
                 "with attention_dropout=0.0."
             )
         # A static cache is longer than what it holds.
-        held = (query, key[:, :, :keys_seen], value[:, :, :keys_seen])
+        held = in_one_dtype(query, key[:, :, :keys_seen], value[:, :, :keys_seen])
         pair = PairAttention(
-            *held,
+            held,
             run_full=lambda: base(module, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2),
             sizes={"sink_size": self.config.sink_size, "window_size": self.config.window_size},
             scores=scores,
@@ -129,7 +131,7 @@ class ElasticRoute:
         self._note(implementation)
         return mixed.transpose(1, 2).contiguous(), None
 
-    def _decode(self, query, key, value, scores) -> torch.Tensor | None:
+    def _decode(self, query, key, value, *, scores) -> torch.Tensor | None:
         """Output of a few tokens after a prompt `[B, Hq, Q, head_dim]`, without waiting for the device.
 
         `None` if it takes all keys and values, and the host to know how many they are.

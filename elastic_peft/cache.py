@@ -7,12 +7,27 @@ values that they never attend again.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from .config import ElasticConfig
 from .ragged_store import RaggedStore
 from .sequences import Sequences
+
+
+class LaterRules(NamedTuple):
+    """What the tokens after a prompt follow of an adapter's configuration."""
+
+    mode_pair: str
+    decode: str
+    sink_size: int
+    window_size: int
+
+    @classmethod
+    def of(cls, config: ElasticConfig) -> LaterRules:
+        return cls(config.mode_pair, config.decode, config.sink_size, config.window_size)
 
 
 class RoutingMemory(CacheLayerMixin):
@@ -22,20 +37,20 @@ class RoutingMemory(CacheLayerMixin):
         plain: the kind of cache layer that it was.
         gate: bool `[B, H]`, True = sparse; `None` before a prompt was routed.
         start: int64 `[B]`, first valid key of each row; `None` without left padding.
-        config: configuration of the adapter that decided.
+        rules: what later tokens follow of the adapter that decided.
         store: the keys and values where the layer frees some; `None` where it holds them as ever, or is empty.
     """
 
     plain: type[CacheLayerMixin]
     gate: torch.Tensor | None = None
     start: torch.Tensor | None = None
-    config: ElasticConfig | None = None
+    rules: LaterRules | None = None
     store: RaggedStore | None = None
     _is_padded_right = False
 
     def remember(self, gate: torch.Tensor, sequences: Sequences, config: ElasticConfig) -> None:
         """Keeps the decisions of the prompts whose keys this layer is about to receive, and whose they are."""
-        self.gate, self.config = gate, config
+        self.gate, self.rules = gate, LaterRules.of(config)
         self.start = None if sequences.start is None else sequences.start.to(gate.device)
         self._is_padded_right = sequences.is_padded_right
 
@@ -47,8 +62,11 @@ class RoutingMemory(CacheLayerMixin):
         """
         if self.gate is None:
             raise ValueError("`cache` must have been filled with this adapter active, got one without routes.")
-        if self.config != config:
-            raise ValueError("`cache` must be continued with the adapter that routed its prompt, got another one.")
+        if self.rules != LaterRules.of(config):
+            raise ValueError(
+                "`cache` must be continued with the adapter that routed its prompt, its modes and sizes unchanged, "
+                "got another one."
+            )
         if self._is_padded_right:
             raise ValueError(
                 "`attention_mask` must pad prompts on the left where more tokens follow in the cache, got padding on "
@@ -132,8 +150,9 @@ class RoutedRaggedLayer(RoutedDynamicLayer):
         self._is_announced = False
         if self.store is None:
             assert self.gate is not None
-            assert self.config is not None
-            self.store = RaggedStore(key_states, value_states, self.gate, self.start, self._padding, self.config)
+            assert self.rules is not None
+            sizes = (self.rules.sink_size, self.rules.window_size)
+            self.store = RaggedStore(key_states, value_states, self.gate, self.start, self._padding, *sizes)
         elif self.store.takes(key_states.shape[2]):
             self.store.append(key_states, value_states)
         else:

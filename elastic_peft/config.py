@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 
 
 FORMAT_VERSION = 1
+MISSING_WEIGHTS = (
+    f"`{SAFETENSORS_WEIGHTS_NAME}` must be beside the adapter's configuration, got none in {{}}; "
+    "weights in another format are not loaded."
+)
 MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
 DECODE_MODES = ("routed", "full")
 TASK_TYPES = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
@@ -129,18 +137,23 @@ class ElasticConfig(PeftConfig):
         """Reads a saved configuration, see `PeftConfig.from_pretrained`.
 
         Raises:
-            ValueError: as the class; or the weights beside a local configuration are missing or no readable
-                safetensors file.
+            ValueError: as the class; or the weights beside the configuration are missing, no readable safetensors
+                file, or not the file that the Hub names.
         """
         folder = Path(pretrained_model_name_or_path, subfolder or "")
-        _check_readable(folder / SAFETENSORS_WEIGHTS_NAME)
+        weights = folder / SAFETENSORS_WEIGHTS_NAME
+        _check_readable(weights)
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
-        # A bound configuration was saved with weights; elsewhere than in a folder, PEFT looks for them.
-        if config.head_dim is not None and folder.is_dir() and not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
-            raise ValueError(
-                f"`{SAFETENSORS_WEIGHTS_NAME}` must be beside the adapter's configuration, got none in {folder}; "
-                "weights in another format are not loaded."
-            )
+        if config.head_dim is None:
+            return config
+        # A bound configuration was saved with weights.
+        if not folder.is_dir():
+            options, *_ = cls._split_kwargs(kwargs)
+            weights = _download_weights(pretrained_model_name_or_path, subfolder, options)
+            _check_digest(weights)
+            _check_readable(weights)
+        elif not weights.is_file():
+            raise ValueError(MISSING_WEIGHTS.format(folder))
         return config
 
     def bind(self, head_dim: int, num_key_value_heads: dict[int, int]) -> None:
@@ -242,6 +255,26 @@ def _check_ratio(name, value):
 def _check_integer(name, value, minimum):
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"`{name}` must be an integer of at least {minimum}, got {value!r}.")
+
+
+def _download_weights(repo_id: str, subfolder: str | None, options: dict) -> Path:
+    try:
+        return Path(hf_hub_download(repo_id, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **options))
+    except RemoteEntryNotFoundError as error:
+        raise ValueError(MISSING_WEIGHTS.format(repo_id)) from error
+
+
+def _check_digest(weights: Path):
+    """Compares a downloaded file with the sha256 that its cache entry is named by; huggingface_hub compares sizes."""
+    expected = weights.resolve().name
+    if not re.fullmatch("[0-9a-f]{64}", expected):
+        return  # a small file outside LFS, or a cache without links: there is no sha256 to compare with
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
+        raise ValueError(
+            f"`{weights.name}` must have the sha256 {expected}, got {digest}: load it once with `force_download=True`."
+        )
 
 
 def _check_readable(weights: Path):

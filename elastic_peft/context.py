@@ -145,6 +145,7 @@ class ForwardState:
         forced: layer index to bool `[N or 1, H]`, when decisions are given.
         record: the record that this pass fills.
         pooled: layer index to pooled keys, filled while standardisation is calibrated.
+        keeps_keys: whether the cache must hold every token.
     """
 
     sequences: Sequences | None = None
@@ -154,6 +155,7 @@ class ForwardState:
     forced: dict[int, torch.Tensor] | None = None
     record: RoutingRecord | None = None
     pooled: dict[int, torch.Tensor] | None = None
+    keeps_keys: bool = False
     #: (Pool size, device) to (positions, valid): the same for every layer there, so worked out once.
     pooling: dict[tuple[int | None, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -165,6 +167,8 @@ class DecoderScope:
         self.forced: list[torch.Tensor | str] = []
         #: Prompt length of the running `generate`, so that no later forward pass pools generated tokens.
         self.prompt_end: int | None = None
+        #: Whether the running `generate` may take back more tokens than a freed cache can.
+        self.keeps_keys = False
         #: Layer index to pooled keys of the last forward pass, while standardisation is calibrated.
         self.pooled: dict[int, torch.Tensor] | None = None
         self.record: RoutingRecord | None = None

@@ -64,6 +64,7 @@ def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, ela
         state.sampling = True
         state.noise = _noise(state.tape, lengths.shape[0], heads)
     state.pooled = scope.pooled
+    state.keeps_keys = scope.keeps_keys
 
 
 def _inputs(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -158,7 +158,7 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
                     "`use_cache` must be False for packed rows, got True: a cache holds one sequence a row."
                 )
             # Gradients, and graphs that are being compiled, need keys and values as they are.
-            streams = config.sparse_mode == "SSA" and config.decode == "routed"
+            streams = config.sparse_mode == "SSA" and config.decode == "routed" and not state.keeps_keys
             frees_keys = streams and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
             memory = make_routing_memory(cache, index, frees_keys)
             memory.remember(gate.detach().bool(), sequences, config)

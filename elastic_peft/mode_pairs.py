@@ -18,9 +18,8 @@ class PairAttention:
     """Attention of one layer in one forward pass, under whatever pair of modes its tokens need.
 
     Args:
-        query: `[B, Hq, Q, head_dim]`.
-        key: `[B, H, K, head_dim]`, the tokens held so far, the queries' own at the end.
-        value: `[B, H, K, head_dim]`.
+        inputs: query `[B, Hq, Q, head_dim]`, key and value `[B, H, K, head_dim]` of one dtype, the tokens held so far,
+            the queries' own at the end.
         run_full: the model's own attention over all of them, `[B, Hq, Q, head_dim]`.
         sizes: `sink_size` and `window_size`.
         scores: `softcap`, `sinks` and `scale`.
@@ -28,14 +27,12 @@ class PairAttention:
 
     def __init__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         run_full: Callable[[], torch.Tensor],
         sizes: dict[str, Any],
         scores: dict[str, Any],
     ):
-        self.inputs = (query, key, value)
+        self.inputs = inputs
         self.sizes = sizes
         self.scores = scores
         self._run_full = run_full
@@ -72,7 +69,8 @@ class PairAttention:
             return self.full(), "dense"
         query, key, value = self.inputs
         softcap, sinks = self.scores["softcap"], self.scores["sinks"]
-        if modes == ("FA", "SSA") and cu_seqlens is None and query.shape[2] <= MAX_QUERIES and not gate.requires_grad:
+        is_short = cu_seqlens is None and query.shape[2] <= MAX_QUERIES
+        if modes == ("FA", "SSA") and is_short and not gate.is_floating_point():
             implementation = choose_decode_implementation(None, query, key, value, sinks)
             if implementation != "reference":
                 out = routed_decode(query, key, value, gate, start=start, **self.sizes, **self.scores)

@@ -6,6 +6,8 @@ never kept. `elastic_kernels.routed_decode` reads the flat storage as it lies.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from elastic_kernels.routed_decode import RaggedRows, routed_decode
 from elastic_kernels.routed_decode.api import MAX_QUERIES
 from elastic_kernels.routed_decode.storage import append_tokens, count_slots, pack_prompt, token_slots
 
-from .config import ElasticConfig
+from .precision import in_one_dtype
 
 
 # Tokens that a ring holds beyond the window: as many of the newest can be taken back, as a rejected draft is, and one
@@ -30,7 +32,8 @@ class RaggedStore:
     """The keys and values of one layer.
 
     What a step of up to `SLACK + 1` tokens launches follows from its shapes, and what it changes lies on the device:
-    while there is room, it can be captured into a CUDA graph.
+    while there is room, it can be captured into a CUDA graph. `length`, `capacity` and `padding` are the host's: a
+    replay leaves them as they were.
 
     Args:
         key: `[B, H, K, head_dim]`, a prompt's; copied.
@@ -38,7 +41,8 @@ class RaggedStore:
         gate: bool `[B, H]`, True = streaming.
         start: int64 `[B]`, first valid token of each row, or `None`.
         padding: `start` as the host knows it, one integer a row.
-        config: `sink_size` and `window_size`.
+        sink_size: tokens.
+        window_size: tokens.
 
     Attributes:
         length: slots of a row of the cache that nothing was freed from, padding included.
@@ -67,13 +71,16 @@ class RaggedStore:
         gate: torch.Tensor,
         start: torch.Tensor | None,
         padding: list[int],
-        config: ElasticConfig,
+        sink_size: int,
+        window_size: int,
     ):
-        self.gate, self.start, self.padding = gate, start, padding
-        self.sizes: dict[str, Any] = {"sink_size": config.sink_size, "window_size": config.window_size}
-        self.ring_size = config.window_size + SLACK
+        self.padding = padding
+        self.sizes: dict[str, Any] = {"sink_size": sink_size, "window_size": window_size}
+        self.ring_size = window_size + SLACK
         self._full_heads: list[int] | None = None
-        self._pack(key, value)
+        with _ordinary_tensors():
+            self.gate, self.start = gate.clone(), None if start is None else start.clone()
+        self._pack(*in_one_dtype(key, value))
 
     @property
     def slots(self) -> torch.Tensor:
@@ -95,6 +102,7 @@ class RaggedStore:
         if self.length + count > self.capacity:
             self._lay_out(self.length + count + self._room(), self.rows.offsets)
         sink_size = self.sizes["sink_size"]
+        key, value = key.to(self.keys.dtype), value.to(self.keys.dtype)
         append_tokens(self.keys, self.values, key, value, self.gate, self.rows, sink_size=sink_size)
         self.length += count
         self._longest = max(self._longest, self.length)
@@ -109,14 +117,15 @@ class RaggedStore:
         Returns:
             `[B, Hq, Q, head_dim]`.
         """
-        outputs, later = [], query.shape[2]
-        for piece in query.split(MAX_QUERIES, dim=2):
+        outputs: list[Any] = []
+        later = query.shape[2]
+        for piece in query.to(self.keys.dtype).split(MAX_QUERIES, dim=2):
             later -= piece.shape[2]
             rows = replace(self.rows, lengths=self.rows.lengths - later) if later else self.rows
             outputs.append(
                 routed_decode(piece, self.keys, self.values, self.gate, storage=rows, **self.sizes, **scores)
             )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).to(query.dtype)
 
     def extend(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes any number of tokens.
@@ -133,6 +142,7 @@ class RaggedStore:
         if self.start is not None:
             position = (position - self.start[:, None]).clamp(min=0)
         slots = token_slots(self.rows, self.gate, position, sink_size=self.sizes["sink_size"])
+        key, value = key.to(self.keys.dtype), value.to(self.keys.dtype)
         key, value = torch.cat([self.keys[slots], key], dim=2), torch.cat([self.values[slots], value], dim=2)
         self._pack(key, value)
         return key, value
@@ -141,7 +151,7 @@ class RaggedStore:
         """Forgets the newest tokens.
 
         Raises:
-            ValueError: more tokens than the rings give back.
+            ValueError: more tokens than the rings give back, or than a padded row holds.
         """
         length = self.length - count
         has_lost = self._longest - min(self.padding) > self.sizes["sink_size"] + self.ring_size
@@ -149,6 +159,11 @@ class RaggedStore:
             raise ValueError(
                 f"`cache` must keep all but the last {SLACK} tokens when it is cropped, for its streaming heads hold "
                 f"no more than them beyond their window, got {self._longest - length} tokens to remove."
+            )
+        if length < max(self.padding):
+            raise ValueError(
+                f"`cache` must be cropped to {max(self.padding)} tokens at least, the longest row's padding, "
+                f"got {length}."
             )
         self.rows.lengths.sub_(count)
         self.length = length
@@ -162,9 +177,10 @@ class RaggedStore:
         self.padding = _select(self.padding, index)
         if self._full_heads is not None:
             self._full_heads = _select(self._full_heads, index)
-        self.gate = self.gate[index]
-        self.start = None if self.start is None else self.start[index]
-        self.rows = replace(self.rows, lengths=self.rows.lengths[index], offsets=self.rows.offsets[index])
+        with _ordinary_tensors():
+            self.gate = self.gate[index]
+            self.start = None if self.start is None else self.start[index]
+            self.rows = replace(self.rows, lengths=self.rows.lengths[index], offsets=self.rows.offsets[index])
         self._lay_out(self.capacity, self.rows.offsets)
 
     def _room(self) -> int:
@@ -173,16 +189,17 @@ class RaggedStore:
     def _pack(self, key: torch.Tensor, value: torch.Tensor) -> None:
         self.length = self._longest = key.shape[2]
         self.capacity = self.length + self._room()
-        self.keys, self.values, self.rows = pack_prompt(
-            key,
-            value,
-            self.gate,
-            room=self.capacity - self.length,
-            sink_size=self.sizes["sink_size"],
-            ring_size=self.ring_size,
-            start=self.start,
-            total=self._count_all_slots(self.capacity),
-        )
+        with _ordinary_tensors():
+            self.keys, self.values, self.rows = pack_prompt(
+                key,
+                value,
+                self.gate,
+                room=self.capacity - self.length,
+                sink_size=self.sizes["sink_size"],
+                ring_size=self.ring_size,
+                start=self.start,
+                total=self._count_all_slots(self.capacity),
+            )
 
     def _lay_out(self, capacity: int, offsets: torch.Tensor) -> None:
         """Moves every head from `offsets` to where rows of `capacity` put it; one step of a storage that grows."""
@@ -192,9 +209,10 @@ class RaggedStore:
         # New slots take whatever lies behind the old ones.
         shift = (offsets.flatten() - begins)[owner]
         source = (torch.arange(owner.shape[0], device=owner.device) + shift).clamp(max=self.keys.shape[0] - 1)
-        self.keys = self.keys.index_select(0, source)
-        self.values = self.values.index_select(0, source)
-        self.rows = replace(self.rows, offsets=begins.view_as(self.gate))
+        with _ordinary_tensors():
+            self.keys = self.keys.index_select(0, source)
+            self.values = self.values.index_select(0, source)
+            self.rows = replace(self.rows, offsets=begins.view_as(self.gate).clone())
         self.capacity = capacity
 
     def _count_slots(self, capacity: int) -> torch.Tensor:
@@ -213,6 +231,13 @@ class RaggedStore:
         if self._full_heads is None:
             self._full_heads = (~self.gate).sum(dim=1).tolist()
         return sum(full * n + (heads - full) * min(n, limit) for full, n in zip(self._full_heads, tokens))
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Context in which new tensors may be written to anywhere, as those made in inference mode may not."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _select(values: list[int], index: torch.Tensor) -> list[int]:

@@ -13,7 +13,7 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")])
 
 # A module imports only modules on lines above its own.
 ORDER = [
-    ["config", "gating", "router", "families", "sequences", "sparsity"],
+    ["config", "precision", "gating", "router", "families", "sequences", "sparsity"],
     ["context", "ragged_store", "static_router"],
     ["cache", "convert", "report"],
     ["mode_pairs"],

@@ -221,3 +221,43 @@ def test_padding_after_a_prompt_is_refused(model):
     later = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
     with pytest.raises(ValueError, match="`attention_mask` must be 1 for tokens that follow a prompt"):
         model(tokens(3).expand(3, 3), attention_mask=torch.cat([mask, later], dim=1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_float32_model_generates_under_autocast(model, dtype):
+    # Rotary embedding leaves queries and keys in float32, values come in autocast's dtype.
+    with torch.autocast("cpu", dtype):
+        assert generate(model, input_ids=tokens(40)).sequences.shape == (1, 52)
+
+
+def test_a_prompt_run_in_inference_mode_continues_without_it(model):
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(tokens(40), past_key_values=cache)
+    with torch.no_grad():
+        model(tokens(1), past_key_values=cache)
+    assert cache.get_seq_length() == 41
+
+
+def test_a_copied_prefix_continues_after_the_bias_changed():
+    model = routed()
+    prefix = copy.deepcopy(filled_cache(model, tokens(40)))
+    model.peft_config["default"].sparsity_bias = 0.5
+    with torch.no_grad():
+        model(tokens(1), past_key_values=prefix)
+    assert prefix.get_seq_length() == 41
+
+
+@torch.no_grad()
+def test_cropping_into_a_rows_padding_is_refused(model):
+    input_ids, mask = left_padded([12, 3])
+    cache = filled_cache(model, input_ids, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"`cache` must be cropped to 9 tokens at least, .* got 6"):
+        cache.crop(-6)
+
+
+def test_drafts_longer_than_the_slack_keep_the_cache_whole(model):
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12] * 12])
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    greedy = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=SLACK + 8, **options), greedy)

@@ -108,7 +108,7 @@ def test_a_step_is_captured_once_and_replayed():
     gate = QUARTER_FULL.cuda()
     draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
     key, value = draw(2, 4, 5000, 64), draw(2, 4, 5000, 64)
-    store = RaggedStore(key, value, gate, None, [0, 0], ElasticConfig())
+    store = RaggedStore(key, value, gate, None, [0, 0], sink_size=128, window_size=2048)
     eager = copy.deepcopy(store)
     query, key, value = draw(2, 8, 1, 64), draw(2, 4, 1, 64), draw(2, 4, 1, 64)
     scores = {"softcap": None, "sinks": None, "scale": None}

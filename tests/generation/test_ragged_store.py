@@ -26,7 +26,7 @@ class Sequences:
         self.sizes = {"sink_size": sink_size, "window_size": window_size}
         self.key, self.value = (self.draw(gate.shape[1], length) for _ in range(2))
         config = ElasticConfig(**self.sizes)
-        self.store = RaggedStore(self.key, self.value, gate, self.start, padding, config)
+        self.store = RaggedStore(self.key, self.value, gate, self.start, padding, config.sink_size, config.window_size)
 
     def draw(self, heads, count):
         shape = (len(self.gate), heads, count, HEAD_DIM)

@@ -72,6 +72,26 @@ def test_a_download_is_tried_again(client, hub, kind):
     assert count(hub, "GET", WEIGHTS) == 2
 
 
+@pytest.mark.parametrize("loader", ["by_peft_model", "by_load_adapter", "by_auto_peft"])
+def test_a_corrupt_download_is_refused_until_it_is_forced_anew(client, hub, loader):
+    repo_id = f"user/corrupt-{loader}"
+    _, computed = client("push", repo_id, seed=30 + len(loader))
+    hub.faults.append(Fault("GET", WEIGHTS, "corrupt"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"ValueError: `adapter_model\.safetensors` must have the sha256"):
+            client("pull", loader, repo_id)
+    assert np.array_equal(client("pull", "by_peft_model", repo_id, force_download=True), computed)
+
+
+def test_weights_in_another_format_are_not_loaded_from_the_hub(client, hub):
+    client("push", "user/pickled")
+    repo = hub.repos["user/pickled"]
+    files = repo.commits[repo.branches["main"]]
+    files["adapter_model.bin"] = files.pop("adapter_model.safetensors")
+    with pytest.raises(RuntimeError, match=r"ValueError: .* weights in another format are not loaded"):
+        client("pull", "by_peft_model", "user/pickled")
+
+
 def test_bad_figures_reach_no_hub(client, hub):
     with pytest.raises(RuntimeError, match=r"ValueError: `results\.json` must hold a list"):
         client("push", "user/bad-results", results={"tasks": []})

@@ -146,3 +146,40 @@ def test_offsets_beyond_two_to_the_31():
         for name in ("triton", "hopper")
     )
     torch.testing.assert_close(one, other, rtol=0.02, atol=0.002)
+
+
+@ON_CPU
+@pytest.mark.parametrize("name", ["start", "cu_seqlens", "sinks"])
+def test_vectors_may_have_any_stride(name):
+    query, key, value = make_qkv(batch=3, dtype=torch.float32)
+    vectors = {"start": [5, 20, 0], "cu_seqlens": [0, 40, 80, 120], "sinks": [0.5, -1.0, 2.0, 0.0]}
+    vector = torch.tensor(vectors[name])
+    strided = torch.stack([vector, torch.ones_like(vector)], dim=1)[:, 0]
+    gate = torch.tensor([[0, 1], [1, 0], [1, 1]])
+    outputs = [
+        routed_attention(
+            query, key, value, gate, mode_pair="FA-SSA", implementation="triton", **SIZES, **{name: given}
+        )
+        for given in (vector, strided)
+    ]
+    assert torch.equal(*outputs)
+
+
+@ON_CPU
+def test_kept_blocks_may_have_any_stride():
+    query, key, value = make_qkv(length=70, dtype=torch.float32)
+    kept = KeptBlocks.from_mask(
+        (torch.rand(1, 8, 3, 3, generator=torch.Generator().manual_seed(0)) < 0.5).tril()
+        | torch.eye(3, dtype=torch.bool),
+        32,
+    )
+    every_other = KeptBlocks(kept.indices[:, ::2], kept.counts[:, ::2], 32)
+    dense = KeptBlocks(every_other.indices.contiguous(), every_other.counts.contiguous(), 32)
+    gate = torch.ones(1, 2, dtype=torch.bool)
+    outputs = [
+        routed_attention(
+            query, key, value, gate, mode_pair="FA-XA", kept_blocks=blocks, implementation="triton", **SIZES
+        )
+        for blocks in (every_other, dense)
+    ]
+    assert torch.equal(*outputs)

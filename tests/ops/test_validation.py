@@ -144,3 +144,14 @@ def test_computed_share_refuses_other_lengths():
 def test_computed_share_refuses_the_lists_of_a_chunk():
     with pytest.raises(ValueError, match="`indices` must be of whole sequences, got 1 x 3 blocks"):
         KeptBlocks(KEPT.indices[:, :, 2:], KEPT.counts[:, :, 2:], 4).computed_share(BOUNDS[:2])
+
+
+def test_kept_blocks_that_do_not_cover_the_tokens_are_refused():
+    query, key, value = make_qkv(length=40)
+    kept = KeptBlocks.from_mask(torch.ones(1, 4, 1, 1, dtype=torch.bool), 16)
+    # On the fused kernels such lists are read past their end; the shape alone tells.
+    with pytest.raises(ValueError, match="`kept_blocks` must"):
+        routed_attention(
+            query.float(), key.float(), value.float(), torch.zeros(1, 2, dtype=torch.bool), mode_pair="FA-XA",
+            sink_size=2, window_size=4, kept_blocks=kept, implementation="triton",
+        )  # fmt: skip

@@ -51,7 +51,7 @@ def test_fused_prompts_equal_the_reference(make_base, make_config, use, mode_pai
         assert (model(input_ids=ids, attention_mask=mask).logits[mask.bool()] - results["triton"]).abs().max() > 1e-3
 
 
-def test_training_and_devices_without_kernels_run_the_reference(make_routed, inputs):
+def test_devices_without_kernels_run_the_reference(make_routed, inputs):
     model = make_routed()
     model(**inputs)
     assert last_routing(model).implementation == "reference"

@@ -21,6 +21,8 @@ def check_heads(query: Tensor, key: Tensor) -> None:
     if not query.is_floating_point():
         raise ValueError(f"`query` must be a floating-point tensor, got {query.dtype}.")
     check_like("key", key, query)
+    if query.shape[0] == 0:
+        raise ValueError("`query` must hold at least one row, got a batch of 0.")
     if key.shape[0] != query.shape[0]:
         raise ValueError(f"`key` must have query's batch size {query.shape[0]}, got {key.shape[0]}.")
     if key.shape[3] != query.shape[3]:
@@ -38,10 +40,15 @@ def check_like(name: str, tensor: Tensor, query: Tensor) -> None:
     check_device(name, tensor, query)
 
 
-def check_device(name: str, tensor: Tensor, query: Tensor) -> None:
-    """Raise ValueError unless `tensor` lies on query's device."""
-    if tensor.device != query.device:
-        raise ValueError(f"`{name}` must be on query's device {query.device}, got {tensor.device}.")
+def check_device(name: str, tensor: Tensor, like: Tensor, owner: str = "query's") -> None:
+    """Raise ValueError unless `tensor` lies on the device of `like`, whose `owner` the message names."""
+    if tensor.device != like.device:
+        raise ValueError(f"`{name}` must be on {owner} device {like.device}, got {tensor.device}.")
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Vectors as kernels read them, without gaps between their entries."""
+    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
 def check_sequences(query: Tensor, key: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> int:

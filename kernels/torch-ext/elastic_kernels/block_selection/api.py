@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._implementations import choose, is_opaque, kernel_obstacle
-from .._validation import check_device, check_heads, check_positive, check_sequences
+from .._validation import check_device, check_heads, check_positive, check_sequences, contiguous
 from .kept_blocks import KeptBlocks
 from .reference import block_selection_reference
 
@@ -86,6 +86,7 @@ def block_selection(
                 f"`heads` must be bool [sequences, key-value heads] = {(sequences, key.shape[1])}, "
                 f"got {heads.dtype} {tuple(heads.shape)}."
             )
+    start, cu_seqlens = contiguous(start, cu_seqlens)
     options: dict[str, Any] = {
         "heads": heads,
         "block_size": block_size,

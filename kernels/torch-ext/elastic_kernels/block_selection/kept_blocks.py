@@ -61,6 +61,12 @@ class KeptBlocks:
         kept.counts.copy_(mask.sum(-1))
         return kept
 
+    def contiguous(self) -> KeptBlocks:
+        """The same lists without gaps between them in memory."""
+        if self.indices.is_contiguous() and self.counts.is_contiguous():
+            return self
+        return KeptBlocks(self.indices.contiguous(), self.counts.contiguous(), self.block_size)
+
     def to_mask(self) -> Tensor:
         """bool `[N, Hq, nQ, nK]`, True for a kept block."""
         columns = self.indices.shape[3]

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .._implementations import is_opaque
-from .._validation import check_device, check_heads, check_like, check_positive, check_sequences
+from .._validation import check_device, check_heads, check_like, check_positive, check_sequences, contiguous
 from ..block_selection import KeptBlocks
 from .autograd import differentiable
 from .dispatch import choose_implementation
@@ -87,7 +87,7 @@ def routed_attention(
         )
     if gate.is_complex():
         raise ValueError(f"`gate` must be bool, integer or floating point, got {gate.dtype}.")
-    _check_kept_blocks(kept_blocks, mode_pair, sequences, query)
+    _check_kept_blocks(kept_blocks, mode_pair, sequences, query, key)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"`softcap` must be positive, got {softcap}.")
     if sinks is not None:
@@ -96,6 +96,8 @@ def routed_attention(
             raise ValueError(
                 f"`sinks` must be floating point of shape {(query.shape[1],)}, got {sinks.dtype} {tuple(sinks.shape)}."
             )
+    start, cu_seqlens, sinks = contiguous(start, cu_seqlens, sinks)
+    kept_blocks = None if kept_blocks is None else kept_blocks.contiguous()
     options: dict[str, Any] = {
         "mode_pair": mode_pair,
         "sink_size": sink_size,
@@ -130,7 +132,9 @@ def _launcher(implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]
     return routed_attention_forward
 
 
-def _check_kept_blocks(kept_blocks: KeptBlocks | None, mode_pair: str, sequences: int, query: Tensor) -> None:
+def _check_kept_blocks(
+    kept_blocks: KeptBlocks | None, mode_pair: str, sequences: int, query: Tensor, key: Tensor
+) -> None:
     if "XA" not in mode_pair:
         if kept_blocks is not None:
             raise ValueError(f"`kept_blocks` must be None for a pair without XA, got one with {mode_pair}.")
@@ -142,4 +146,10 @@ def _check_kept_blocks(kept_blocks: KeptBlocks | None, mode_pair: str, sequences
         raise ValueError(
             f"`kept_blocks` must be for {sequences} sequences and {query.shape[1]} query heads, "
             f"got lists of shape {tuple(kept_blocks.indices.shape)}."
+        )
+    needed = tuple(-(-tensor.shape[2] // kept_blocks.block_size) for tensor in (query, key))
+    if any(held < blocks for held, blocks in zip(kept_blocks.indices.shape[2:], needed)):
+        raise ValueError(
+            f"`kept_blocks` must have room for {needed} blocks of queries and keys, "
+            f"got {tuple(kept_blocks.indices.shape[2:])}."
         )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._implementations import choose, gradient_obstacle, is_opaque, kernel_obstacle
+from .._validation import check_device
 from .reference import RouterOutput, RouterWeights, router_reference
 
 
@@ -71,23 +72,18 @@ def _check_keys(keys: Tensor, valid: Tensor) -> None:
             "`keys` must be floating point [sequences, tokens, heads, head_dim], "
             f"got {keys.dtype} {tuple(keys.shape)}."
         )
-    _check_device("valid", valid, keys)
+    check_device("valid", valid, keys, "keys'")
     if valid.dtype != torch.bool or valid.shape != keys.shape[:2]:
         raise ValueError(
             f"`valid` must be torch.bool of shape {tuple(keys.shape[:2])}, got {valid.dtype} {tuple(valid.shape)}."
         )
 
 
-def _check_device(name: str, tensor: Tensor, keys: Tensor) -> None:
-    if tensor.device != keys.device:
-        raise ValueError(f"`{name}` must be on keys' device {keys.device}, got {tensor.device}.")
-
-
 def _check_weights(weights: RouterWeights, keys: Tensor) -> None:
     head_dim, hidden = keys.shape[3], weights.task_up.weight.shape[0]
     shapes = ((hidden, head_dim), (head_dim, hidden), (hidden, head_dim), (head_dim, hidden), (2, head_dim))
     for name, layer, shape in zip(weights._fields, weights, shapes):
-        _check_device(f"weights.{name}", layer.weight, keys)
+        check_device(f"weights.{name}", layer.weight, keys, "keys'")
         if layer.weight.shape != shape or layer.bias.shape != shape[:1]:
             raise ValueError(
                 f"`weights.{name}` must have a weight {shape} and a bias {shape[:1]}, "
@@ -101,7 +97,7 @@ def _check_statistics(mean: Tensor | None, deviation: Tensor | None, keys: Tenso
     for name, tensor in (("mean", mean), ("deviation", deviation)):
         if tensor is None:
             continue
-        _check_device(name, tensor, keys)
+        check_device(name, tensor, keys, "keys'")
         if tensor.shape != keys.shape[2:]:
             raise ValueError(f"`{name}` must have shape {tuple(keys.shape[2:])}, got {tuple(tensor.shape)}.")
 

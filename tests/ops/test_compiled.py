@@ -1,5 +1,7 @@
 """The operators as opaque parts of a compiled graph: their schemas, the shapes they promise, and what they return."""
 
+import sys
+
 import pytest
 import torch
 from numerics import make_qkv
@@ -89,3 +91,24 @@ def test_promised_results(name, monkeypatch):
     )
     inside(*arguments, **options, **({"return_lse": True} if name.startswith("routed") else {}), implementation=None)
     opcheck(operator, *calls[0], test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graph_takes_the_operator_whole(name, monkeypatch):
+    function, _, arguments, options = CALLS[name]
+    # On a CUDA device a graph does so by itself.
+    api = sys.modules[function.__module__]
+    monkeypatch.setattr(api, "is_opaque", lambda tensors: torch.compiler.is_compiling())
+    calls = []
+    operator = getattr(_compiled, f"_{name}")
+
+    def count_calls(graph, inputs):
+        calls.extend(node for node in graph.graph.nodes if node.target is operator._opoverload)
+        return graph.forward
+
+    compiled = torch.compile(lambda *given: function(*given, **options), fullgraph=True, backend=count_calls)
+    actual, expected = compiled(*arguments), function(*arguments, **options)
+    if name == "block_selection":
+        actual, expected = actual.to_mask(), expected.to_mask()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert len(calls) == 1, f"{len(calls)} calls of the operator in the graph"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,8 @@ def calibrate(
     prompts = list(prompts)
     if not prompts:
         raise ValueError("`prompts` must hold at least one prompt, got none.")
+    if not isinstance(prompts[0], Mapping):
+        raise ValueError(f"`prompts` must hold keyword arguments of `model`, got a {type(prompts[0]).__name__}.")
 
     config = routers[0].active_config
     assert config is not None  # these routers are active

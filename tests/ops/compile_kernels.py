@@ -68,8 +68,8 @@ def compile_call(capability, kernels, call):
             stack.enter_context(mock.patch.object(module, name, recorder))
         for module in (forward, forward_hopper, backward, selection, decode):
             stack.enter_context(mock.patch.object(module, "compute_capability", return_value=capability))
-        stack.enter_context(mock.patch.object(selection, "num_programs", return_value=132))
-        stack.enter_context(mock.patch.object(decode, "_multiprocessors", return_value=132))
+        stack.enter_context(mock.patch.object(selection, "multiprocessors", return_value=132))
+        stack.enter_context(mock.patch.object(decode, "multiprocessors", return_value=132))
         stack.enter_context(mock.patch.object(backward_dkv, "query_lists", lambda kept: (kept.indices, kept.counts)))
         call()
     return [recorder.shared_memory(capability) for recorder in recorders]

@@ -98,7 +98,7 @@ def test_a_graph_takes_the_operator_whole(name, monkeypatch):
     function, _, arguments, options = CALLS[name]
     # On a CUDA device a graph does so by itself.
     api = sys.modules[function.__module__]
-    monkeypatch.setattr(api, "is_opaque", lambda tensors: torch.compiler.is_compiling())
+    monkeypatch.setattr(api, "is_opaque", lambda tensors, device: torch.compiler.is_compiling())
     calls = []
     operator = getattr(_compiled, f"_{name}")
 

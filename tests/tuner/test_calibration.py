@@ -88,6 +88,8 @@ def test_bad_arguments_are_refused(make_routed, prompts):
         calibrate(model, prompts, 0.7, tolerance=-1)
     with pytest.raises(ValueError, match="`prompts` must hold at least one prompt, got none"):
         calibrate(model, [], 0.7)
+    with pytest.raises(ValueError, match="`prompts` must hold keyword arguments of `model`, got a str"):
+        calibrate(model, prompts[0], 0.5)
     with forced_routing(model, "sparse"), pytest.raises(ValueError, match="got a call inside `forced_routing`"):
         calibrate(model, prompts, 0.7)
     with model.disable_adapter(), pytest.raises(ValueError, match="`model` must have an active adapter"):

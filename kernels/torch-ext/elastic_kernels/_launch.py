@@ -33,6 +33,12 @@ def compute_capability(index: int) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """Multiprocessors of CUDA device `index`."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Context in which a launch goes to `tensor`'s device, which need not be the current one."""
     if tensor.device.type == "cuda":

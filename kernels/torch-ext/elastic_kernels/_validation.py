@@ -46,6 +46,18 @@ def check_device(name: str, tensor: Tensor, like: Tensor, owner: str = "query's"
         raise ValueError(f"`{name}` must be on {owner} device {like.device}, got {tensor.device}.")
 
 
+def check_scores(softcap: float | None, sinks: Tensor | None, query: Tensor) -> None:
+    """Raise ValueError unless `softcap` and `sinks` change the scores of query `[B, Hq, Q, D]` as they may."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"`softcap` must be positive, got {softcap}.")
+    if sinks is None:
+        return
+    check_device("sinks", sinks, query)
+    heads = (query.shape[1],)
+    if sinks.shape != heads or not sinks.is_floating_point():
+        raise ValueError(f"`sinks` must be floating point of shape {heads}, got {sinks.dtype} {tuple(sinks.shape)}.")
+
+
 def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Vectors as kernels read them, without gaps between their entries."""
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)

@@ -1,9 +1,6 @@
 """Tile shapes of the block selection kernel, by head dimension, element size and device. A fixed table: see there."""
 
-import functools
 from typing import NamedTuple
-
-import torch
 
 
 class TileConfig(NamedTuple):
@@ -37,9 +34,3 @@ def selection_config(head_dim: int, element_size: int, capability: int) -> TileC
     if capability in (80, 87, 100, 103):
         return TileConfig(128, 128, 64, 8, 3)
     return TileConfig(128, 128, 32, 8, 3)
-
-
-@functools.cache
-def num_programs(index: int) -> int:
-    """Multiprocessors of CUDA device `index`: each holds one program of the kernel."""
-    return torch.cuda.get_device_properties(index).multi_processor_count

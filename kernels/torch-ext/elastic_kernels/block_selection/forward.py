@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import compute_capability, is_interpreting, on_device
+from .._launch import compute_capability, is_interpreting, multiprocessors, on_device
 from .._primitives import segment_of_tile
-from .configs import INTERPRETER, num_programs, selection_config
+from .configs import INTERPRETER, selection_config
 from .kept_blocks import KeptBlocks
 
 
@@ -326,7 +326,7 @@ def block_selection_forward(
         config, programs = INTERPRETER, 2
     else:
         config = selection_config(head_dim, query.element_size(), compute_capability(query.device.index))
-        programs = num_programs(query.device.index)
+        programs = multiprocessors(query.device.index)  # each holds one
     per_block = block_size // stride
     block_m, block_n = max(config.block_m, per_block), max(config.block_n, per_block)
 

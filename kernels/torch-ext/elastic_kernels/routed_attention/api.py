@@ -6,7 +6,15 @@ from typing import Any
 from torch import Tensor
 
 from .._implementations import is_opaque
-from .._validation import check_device, check_heads, check_like, check_positive, check_sequences, contiguous
+from .._validation import (
+    check_device,
+    check_heads,
+    check_like,
+    check_positive,
+    check_scores,
+    check_sequences,
+    contiguous,
+)
 from ..block_selection import KeptBlocks
 from .autograd import differentiable
 from .dispatch import choose_implementation
@@ -88,14 +96,7 @@ def routed_attention(
     if gate.is_complex():
         raise ValueError(f"`gate` must be bool, integer or floating point, got {gate.dtype}.")
     _check_kept_blocks(kept_blocks, mode_pair, sequences, query, key)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"`softcap` must be positive, got {softcap}.")
-    if sinks is not None:
-        check_device("sinks", sinks, query)
-        if sinks.shape != (query.shape[1],) or not sinks.is_floating_point():
-            raise ValueError(
-                f"`sinks` must be floating point of shape {(query.shape[1],)}, got {sinks.dtype} {tuple(sinks.shape)}."
-            )
+    check_scores(softcap, sinks, query)
     start, cu_seqlens, sinks = contiguous(start, cu_seqlens, sinks)
     kept_blocks = None if kept_blocks is None else kept_blocks.contiguous()
     options: dict[str, Any] = {
@@ -109,7 +110,7 @@ def routed_attention(
         "sinks": sinks,
         "scale": query.shape[3] ** -0.5 if scale is None else scale,
     }
-    if is_opaque((query, key, value, gate, sinks)):
+    if is_opaque((query, key, value, gate, sinks), query.device):
         from .._compiled import routed_attention_op
 
         options |= {"return_lse": return_lse, "implementation": implementation}

@@ -308,7 +308,7 @@ def supports(query, key, value, *, kept_blocks=None, softcap=None) -> bool:
 def _is_copyable(x: torch.Tensor) -> bool:
     """Whether TMA can read `x` `[B, H, S, D]`: channels together, everything else at multiples of 16 bytes."""
     aligned = all(stride > 0 and stride % 8 == 0 for size, stride in zip(x.shape[:3], x.stride()) if size > 1)
-    # A graph that is being compiled has no addresses; the call is looked at again when it runs.
+    # A graph that is being compiled has no addresses; PyTorch allocates at multiples of more.
     return x.stride(3) == 1 and aligned and (torch.compiler.is_compiling() or x.data_ptr() % 16 == 0)
 
 

@@ -5,7 +5,15 @@ from typing import Any
 from torch import Tensor
 
 from .._implementations import choose, gradient_obstacle, is_opaque, kernel_obstacle
-from .._validation import INTEGER_DTYPES, check_device, check_heads, check_like, check_positive, check_sequences
+from .._validation import (
+    INTEGER_DTYPES,
+    check_device,
+    check_heads,
+    check_like,
+    check_positive,
+    check_scores,
+    check_sequences,
+)
 from .reference import routed_decode_reference
 from .storage import RaggedRows
 
@@ -67,7 +75,7 @@ def routed_decode(
         programs and add the parts in a fixed order: results repeat bit by bit on one kind of device.
     """
     _check_keys(query, key, value, storage)
-    batch, heads = query.shape[:2]
+    batch = query.shape[0]
     kv_heads = key.shape[1] if storage is None else storage.offsets.shape[1]
     if not 1 <= query.shape[2] <= MAX_QUERIES:
         raise ValueError(f"`query` must hold 1 to {MAX_QUERIES} tokens, got {query.shape[2]}.")
@@ -85,14 +93,7 @@ def routed_decode(
         _check_length(length, query)
     else:
         _check_storage(storage, query, window_size, start, length)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"`softcap` must be positive, got {softcap}.")
-    if sinks is not None:
-        check_device("sinks", sinks, query)
-        if sinks.shape != (heads,) or not sinks.is_floating_point():
-            raise ValueError(
-                f"`sinks` must be floating point of shape {(heads,)}, got {sinks.dtype} {tuple(sinks.shape)}."
-            )
+    check_scores(softcap, sinks, query)
     options: dict[str, Any] = {
         "sink_size": sink_size,
         "window_size": window_size,
@@ -103,7 +104,7 @@ def routed_decode(
         "sinks": sinks,
         "scale": query.shape[3] ** -0.5 if scale is None else scale,
     }
-    if is_opaque((query, key, value, sinks)):
+    if is_opaque((query, key, value, sinks), query.device):
         from .._compiled import routed_decode_op
 
         options |= {"return_lse": return_lse, "implementation": implementation}

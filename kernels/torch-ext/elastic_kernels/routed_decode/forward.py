@@ -22,13 +22,11 @@ the padding of its row, or in ragged storage, whose streaming rows are a sink an
 Sizes: head_dim 1-256; fp16, bf16, fp32; fp32 softmax and accumulation. Offsets of tokens are int64.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from .._launch import MAX_INT32, compute_capability, empty_outputs, is_interpreting, on_device
+from .._launch import MAX_INT32, compute_capability, empty_outputs, is_interpreting, multiprocessors, on_device
 from .._primitives import head_limits, soft_cap
 from .configs import INTERPRETER, MAX_BLOCK_E, decode_config
 
@@ -249,11 +247,6 @@ def _routed_decode_combine_kernel(
         tl.store(lse_ptr + (row * num_kv_heads * GROUP + head) * q_length + m % q_length, lse)
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def routed_decode_forward(
     query, key, value, gate, *, sink_size, window_size, start=None, length=None, storage=None, softcap=None,
     sinks=None, scale,
@@ -273,7 +266,7 @@ def routed_decode_forward(
         config, programs = INTERPRETER, INTERPRETER.programs
     else:
         config = decode_config(num_rows, head_dim, query.element_size(), compute_capability(query.device.index))
-        programs = config.programs * _multiprocessors(query.device.index)
+        programs = config.programs * multiprocessors(query.device.index)
     if storage is None:
         k_length, kv_strides = key.shape[2], (*key.stride()[:3], *value.stride()[:3])
         offsets, ring_size = None, 0

@@ -127,11 +127,17 @@ def _read_results(path: Path) -> dict[str, Any]:
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"`{path.name}` must hold a list of at least one row under `tasks`, got {rows!r}.")
     for index, row in enumerate(rows):
+        if not isinstance(row, dict) or not all(
+            isinstance(row.get(metric, {}), dict) for metric in ("nll", "accuracy")
+        ):
+            raise ValueError(f"`tasks` of `{path.name}` must hold rows of names and figures, got {row!r}.")
         name = f"`tasks[{index}]` of `{path.name}`"
         if missing := [field for field in ROW_FIELDS if field not in row]:
             raise ValueError(f"{name} must hold {', '.join(ROW_FIELDS)}, got none for {', '.join(missing)}.")
+        if not all(isinstance(row[field], str) and row[field] for field in ("task", "set")):
+            raise ValueError(f"{name} must name its task and its set, got {row['task']!r} and {row['set']!r}.")
         for field, value in _measured(row):
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not _is_finite(value):
                 raise ValueError(f"{name} must hold finite numbers, got {value!r} for {field}.")
     return results
 
@@ -194,7 +200,14 @@ def _figure(value: Any) -> str:
 
 
 def _mean(value: Any) -> Any:
-    return value["mean"] if isinstance(value, Mapping) else value
+    return value["mean"] if isinstance(value, Mapping) and _is_finite(value) else value
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether `value` is a finite number, or a mean and a spread of which both are."""
+    if isinstance(value, Mapping):
+        return set(value) == {"mean", "std"} and all(map(_is_finite, value.values()))
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _slug(text: str) -> str:

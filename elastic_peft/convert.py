@@ -6,6 +6,7 @@ Both become what `save_pretrained` writes, so `PeftModel.from_pretrained` loads 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -71,6 +72,7 @@ def convert_paper(checkpoint: str | Path, output: str | Path, *, base_model: str
         here. github.com/PaddlePaddle/FastDeploy at f85a73a, `models/qwen3_elastic/modeling_elastic_qwen3.py`: a
         released checkpoint holds `mask_allocator.log_temp` and has no `block_size`.
     """
+    _check_output(Path(output))
     checkpoint = Path(checkpoint)
     settings = _read_settings(checkpoint / "config.json")
     num_layers = _size(settings, "num_hidden_layers")
@@ -151,6 +153,7 @@ def convert_duo(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _check_output(Path(output))
     pattern = Path(pattern)
     gates = _read_gates(pattern)
     if sink_size is None or window_size is None:
@@ -163,6 +166,8 @@ def convert_duo(
         threshold = _threshold(gates, sparsity)
     elif threshold is None:
         threshold = 0.5
+    elif not math.isfinite(threshold):
+        raise ValueError(f"`threshold` must be finite, got {threshold}.")
     with torch.device("meta"):
         layers = describe_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_model))).layers
     heads = {layer.index: layer.num_key_value_heads for layer in layers}
@@ -287,6 +292,17 @@ def _save(output: Path, config: ElasticConfig, routers: Mapping[str, Mapping[str
         for attention, router in routers.items()
         for name, tensor in router.items()
     }
+    if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"The adapter's weights must be finite in float32, got others in {bad[0]}.")
     output.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, output / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    try:
+        save_file(tensors, output / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{output} cannot be written: {error}") from error
     config.save_pretrained(output)
+
+
+def _check_output(output: Path) -> None:
+    """Raise ValueError if something is there: an adapter's weights and figures are not to be mixed with another's."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"`output` must be a new or an empty folder, got {str(output)!r}.")

@@ -63,6 +63,8 @@ def push_to_hub(
         ImportError: `routing` is given and matplotlib is not installed.
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses.
     """
+    if not commit_message:
+        raise ValueError("`commit_message` must not be empty, got ''.")
     if not isinstance(model, PeftModel) or not isinstance(model.active_peft_config, ElasticConfig):
         raise ValueError(f"`model` must be a PeftModel whose active adapter is ELASTIC, got a {type(model).__name__}.")
     adapter_name, config = model.active_adapter, model.active_peft_config
@@ -72,28 +74,40 @@ def push_to_hub(
         # PEFT saves an adapter of another name than "default" in a folder of that name.
         directory = Path(folder) if adapter_name == "default" else Path(folder, adapter_name)
         if results is not None:
-            (directory / RESULTS_NAME).write_text(json.dumps(results, indent=1), encoding="utf-8")
+            (directory / RESULTS_NAME).write_text(_as_json(results), encoding="utf-8")
         if routing is not None:
             _draw_routing(routing, sorted(config.num_key_value_heads or {}), directory / PICTURE_NAME)
         render = partial(render_card, directory, subfolder=path_in_repo, license=license)
-        render(repo_id=repo_id)  # refuses what it cannot describe before anything changes on the Hub
+        # Refuses what cannot be described or committed before anything changes on the Hub.
+        render(repo_id=repo_id).save(directory / REPOCARD_NAME)
+        _additions(directory, path_in_repo)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with the user's namespace
         render(repo_id=repo_id).save(directory / REPOCARD_NAME)
-        if revision is not None and not create_pr:
+        if revision is not None and not create_pr and not revision.startswith("refs/pr/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         # `upload_folder` may spread its files over several commits.
-        operations = [
-            CommitOperationAdd(Path(path_in_repo or "", file.name).as_posix(), file)
-            for file in sorted(directory.iterdir())
-        ]
         return api.create_commit(
             repo_id,
-            operations,
+            _additions(directory, path_in_repo),
             commit_message=commit_message,
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
         )
+
+
+def _additions(directory: Path, path_in_repo: str | None) -> list[CommitOperationAdd]:
+    return [
+        CommitOperationAdd(Path(path_in_repo or "", file.name).as_posix(), file)
+        for file in sorted(directory.iterdir())
+    ]
+
+
+def _as_json(results: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(results, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`results` must be what JSON can hold, got one that it cannot: {error}.") from error
 
 
 def _draw_routing(routing: RoutingRecord | Mapping[str, torch.Tensor], layers: list[int], path: Path) -> None:

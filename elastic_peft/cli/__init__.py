@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-from typer.core import TyperGroup
+
+try:
+    import typer
+    from typer.core import TyperGroup
+except ModuleNotFoundError as error:
+    if error.name != "typer":
+        raise
+    raise SystemExit("Error: `elastic-peft` needs typer: pip install 'elastic_peft[cli]'.") from error
 
 from . import adapters, runs
 

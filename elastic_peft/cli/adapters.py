@@ -26,7 +26,10 @@ def inspect(
 
     from elastic_peft import ElasticConfig
 
-    any_config = PeftConfig.from_pretrained(adapter)
+    try:
+        any_config = PeftConfig.from_pretrained(adapter)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"`adapter` must have a readable adapter_config.json, got {error!r}.") from error
     if not isinstance(any_config, ElasticConfig):
         raise ValueError(f"`adapter` must be an ELASTIC adapter, got one of type {any_config.peft_type}.")
     config = ElasticConfig.from_pretrained(adapter)  # checks the weights of a local one

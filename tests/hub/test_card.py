@@ -213,8 +213,13 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
         (lambda r: r["tasks"][1].pop("esr"), r"`tasks\[1\]` of `results\.json` must hold .*, got none for esr"),
         (lambda r: r["tasks"][0].update(msr=math.nan), r"must hold finite numbers, got nan for MSR"),
         (lambda r: r["tasks"][0]["nll"].update(full="low"), r"must hold finite numbers, got 'low' for NLL, full"),
+        (lambda r: r["tasks"][0]["nll"].update(full={"mean": 2.0}), r"must hold finite numbers, got {'mean': 2.0}"),
+        (lambda r: r["tasks"][0].update(msr={"mean": 0.5, "std": math.nan}), r"must hold finite numbers, got .*nan"),
+        (lambda r: r["tasks"][0].update(msr=True), r"must hold finite numbers, got True for MSR"),
+        (lambda r: r["tasks"][0].update(set=4), r"must name its task and its set, got .* and 4"),
+        (lambda r: r["tasks"][0].update(nll=2.0), r"`tasks` of `results\.json` must hold rows of names and figures"),
     ],
-    ids=["no-rows", "no-column", "not-finite", "no-number"],
+    ids=["no-rows", "no-column", "not-finite", "no-number", "no-spread", "nan-spread", "bool", "set", "flat-nll"],
 )
 def test_figures_of_another_form_are_refused(save, results, change, message):
     change(results)

@@ -140,6 +140,12 @@ def test_inspect_refuses_another_adapter(make_base, tmp_path):
     assert_refused(run("inspect", tmp_path / "lora"), "`adapter` must be an ELASTIC adapter, got one of type")
 
 
+def test_inspect_refuses_an_unknown_kind_of_adapter(adapter):
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"ELASTIC"', '"NOPE"'))
+    assert_refused(run("inspect", adapter), "`adapter` must have a readable adapter_config.json, got KeyError('NOPE')")
+
+
 def test_inspect_refuses_damaged_weights(adapter):
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

@@ -349,3 +349,22 @@ def test_a_pattern_without_sizes_is_refused(pattern, base_folder, tmp_path):
 def test_sparsity_is_a_share(pattern, base_folder, tmp_path):
     with pytest.raises(ValueError, match=r"^`sparsity` must be in \[0, 1\], got 1.5\.$"):
         convert_duo(pattern, tmp_path / "adapter", base_model=base_folder, sparsity=1.5)
+
+
+def test_another_adapters_folder_is_left_alone(pattern, base_folder, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match="`output` must be a new or an empty folder, got"):
+        convert_duo(pattern, tmp_path / "adapter", base_model=base_folder)
+    assert [file.name for file in (tmp_path / "adapter").iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "message"),
+    [(float("nan"), "`threshold` must be finite, got nan"), (1e300, "weights must be finite in float32")],
+    ids=["nan", "beyond-float32"],
+)
+def test_weights_that_are_not_finite_are_never_written(pattern, base_folder, tmp_path, threshold, message):
+    with pytest.raises(ValueError, match=message):
+        convert_duo(pattern, tmp_path / "adapter", base_model=base_folder, threshold=threshold)
+    assert not (tmp_path / "adapter").exists()

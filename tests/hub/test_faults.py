@@ -98,6 +98,21 @@ def test_bad_figures_reach_no_hub(client, hub):
     assert "user/bad-results" not in hub.repos
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path_in_repo": "../elsewhere"}, "ValueError: "),
+        ({"commit_message": ""}, "ValueError: `commit_message` must not be empty"),
+        ({"results": {"tasks": [], "note": float("nan")}}, "ValueError: `results` must be what JSON can hold"),
+    ],
+    ids=["path", "message", "nan"],
+)
+def test_bad_arguments_reach_no_hub(client, hub, arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        client("push", "user/bad-arguments", **arguments)
+    assert "user/bad-arguments" not in hub.repos
+
+
 def test_only_elastic_adapters_are_pushed(client, hub):
     with pytest.raises(RuntimeError, match="ValueError: `model` must be a PeftModel whose active adapter is ELASTIC"):
         client("push_lora", "user/lora")

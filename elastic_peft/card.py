@@ -13,9 +13,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
-from peft.utils import CONFIG_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 
 from .config import ElasticConfig
+from .static_router import is_static
 
 
 RESULTS_NAME = "results.json"
@@ -92,6 +94,7 @@ def render_card(
         license=license,
         auto_class="AutoModel" if config.task_type == "FEATURE_EXTRACTION" else "AutoModelForCausalLM",
         config=config,
+        static=_is_static(directory),
         layers=sorted(config.num_key_value_heads or {}),
         modes=MODES,
         figure=_figure,
@@ -114,6 +117,13 @@ def _read_config(directory: Path) -> ElasticConfig:
     if not isinstance(config, ElasticConfig):
         raise ValueError(f"`directory` must hold an ELASTIC adapter, got a {type(config).__name__}.")
     return config
+
+
+def _is_static(directory: Path) -> bool:
+    """Whether the adapter's decisions are fixed, as those of a converted head pattern."""
+    with safe_open(directory / SAFETENSORS_WEIGHTS_NAME, framework="pt") as weights:
+        deviations = [name for name in weights.keys() if name.endswith("standardizer.deviation")]  # noqa: SIM118
+        return bool(deviations) and all(is_static(weights.get_tensor(name)) for name in deviations)
 
 
 def _read_results(path: Path) -> dict[str, Any]:

@@ -12,6 +12,11 @@ SCALE = 2.0**64
 SMALLEST_MARGIN = torch.finfo(torch.float32).eps
 
 
+def is_static(deviation: torch.Tensor) -> bool:
+    """Whether a router of this input standardisation decides without its input, as `static_router` makes them."""
+    return bool((deviation == SCALE).all())
+
+
 def static_router(margins: torch.Tensor, head_dim: int) -> dict[str, torch.Tensor]:
     """Weights of a router whose logits are (m, 0) for a head with margin m, whatever the keys.
 

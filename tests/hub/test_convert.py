@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from elastic_kernels.router import LinearWeights, RouterWeights, router
 from elastic_peft import ElasticConfig, last_routing
+from elastic_peft.card import render_card
 from elastic_peft.convert import convert_duo, convert_paper
 from elastic_peft.static_router import static_router
 
@@ -368,3 +369,11 @@ def test_weights_that_are_not_finite_are_never_written(pattern, base_folder, tmp
     with pytest.raises(ValueError, match=message):
         convert_duo(pattern, tmp_path / "adapter", base_model=base_folder, threshold=threshold)
     assert not (tmp_path / "adapter").exists()
+
+
+def test_the_card_of_a_pattern_says_that_decisions_are_fixed(pattern, base_folder, tmp_path):
+    convert_duo(pattern, tmp_path / "adapter", base_model=base_folder)
+    text = render_card(tmp_path / "adapter").text
+    assert "The decisions are fixed" in text
+    assert "depends on the" not in text
+    assert "training with it" not in text

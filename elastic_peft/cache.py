@@ -27,6 +27,7 @@ class LaterRules(NamedTuple):
 
     @classmethod
     def of(cls, config: ElasticConfig) -> LaterRules:
+        """The part of `config` that later tokens follow."""
         return cls(config.mode_pair, config.decode, config.sink_size, config.window_size)
 
 

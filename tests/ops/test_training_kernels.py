@@ -3,6 +3,7 @@
 import pytest
 import torch
 from numerics import assert_as_accurate_as, make_like, make_qkv
+from ops import cases
 from ops.dense import dense_attention, mode_mask, random_kept_blocks
 
 from elastic_kernels import KeptBlocks, routed_attention
@@ -42,13 +43,9 @@ CASES = {
     "softcap": {"length": 40, "softcap": 2.0},
     "sinks": {"length": 40, "sinks": True},
     "sinks-padded": {"length": 40, "sinks": True, "batch": 2, "start": [0, 11]},
-    "FA-XA": {"length": 70, "mode_pair": "FA-XA"},
-    "XA-SSA": {"length": 70, "mode_pair": "XA-SSA"},
     "XA-groups": {"heads": 4, "length": 40, "mode_pair": "XA-SSA"},
     "XA-blocks-below-a-tile": {"length": 40, "mode_pair": "XA-SSA", "block_size": 16},
-    "XA-chunk": {"length": 102, "query_length": 38, "mode_pair": "FA-XA"},
-    "XA-padded": {"length": 50, "batch": 2, "start": [0, 17], "mode_pair": "XA-SSA"},
-    "XA-packed": {"length": 70, "cu_seqlens": [0, 45, 70], "mode_pair": "FA-XA"},
+    **cases.XA_CASES,
 }
 GPU_CASES = {
     "1": {"length": 1},
@@ -56,15 +53,8 @@ GPU_CASES = {
     "129": {"length": 129, "batch": 2},
     "507": {"length": 507, "heads": 12},
     "1025": {"length": 1025, "heads": 8},
-    "small-window": {"length": 700, "sink_size": 0, "window_size": 1},
-    "wide-sink": {"length": 700, "sink_size": 300, "window_size": 50},
-    "chunk": {"length": 900, "query_length": 200},
-    "padded": {"length": 640, "batch": 3, "start": [0, 201, 640]},
-    "packed": {"length": 600, "batch": 2, "cu_seqlens": [0, 1, 300, 600, 860, 1200]},
-    "sinks": {"length": 400, "sinks": True},
     "softcap": {"length": 400, "softcap": 20.0},
-    "FA-XA": {"length": 900, "mode_pair": "FA-XA", "block_size": 128},
-    "XA-SSA": {"length": 900, "mode_pair": "XA-SSA", "block_size": 256, "batch": 2, "start": [0, 77]},
+    **cases.GPU_CASES,
 }
 
 # What the backward launches for the gradient of one input, beside the inner products.

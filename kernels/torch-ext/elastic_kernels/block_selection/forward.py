@@ -17,8 +17,8 @@ Grid: one axis, as many programs as run at a time. The queue holds the tiles of 
 sequences, the longest ones, first; the query heads of a key-value head follow each other and share its keys in L2.
 Packed rows: an upper bound of the tile count, without a host read.
 
-Sizes: any head_dim; fp16, bf16, fp32; scores and sums in fp32; stride and strides per block powers of two. Offsets of
-rows are int64.
+Sizes: any head_dim; fp16, bf16, and fp32 where it is interpreted; scores and sums in fp32; stride and strides per
+block powers of two. Offsets of rows are int64.
 """
 
 import torch

@@ -18,7 +18,8 @@ class KeptBlocks:
         indices: int16, or int32 from 32,768 key blocks on, `[N, Hq, nQ, nK]` for N sequences: ascending in each row,
             only as many entries as `counts` says are written. Row 0 is the block of the sequence's first valid query.
         counts: int32 `[N, Hq, nQ]`. A valid row keeps at least its diagonal block, which closes its list; rows past
-            the sequence, and those of heads whose blocks nobody asked for, keep none.
+            the sequence, and those of heads whose blocks nobody asked for, keep none; attention takes the diagonal
+            block of a valid row whether it is listed or not.
         block_size: tokens a block.
 
     Raises:

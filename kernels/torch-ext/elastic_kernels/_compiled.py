@@ -13,10 +13,15 @@ from .routed_decode import RaggedRows, routed_decode
 from .router import LinearWeights, RouterOutput, RouterWeights, router
 
 
-_op = torch.library.custom_op
+def add_op_namespace_prefix(op_name: str) -> str:
+    """An operator's name in the namespace of this copy of the package.
+
+    The Kernel Hub loads each build under a package name of its own, which must also be the namespace of its operators.
+    """
+    return f"{__package__}::{op_name}"
 
 
-@_op("elastic_kernels::routed_attention", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("routed_attention"), mutates_args=())
 def _routed_attention(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor, start: Tensor | None, cu_seqlens: Tensor | None,
     indices: Tensor | None, counts: Tensor | None, sinks: Tensor | None, mode_pair: str, sink_size: int,
@@ -37,7 +42,7 @@ def _(query, *inputs):
     return _like_attention(query)
 
 
-@_op("elastic_kernels::routed_decode", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("routed_decode"), mutates_args=())
 def _routed_decode(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor, start: Tensor | None, length: Tensor | None,
     offsets: Tensor | None, lengths: Tensor | None, sinks: Tensor | None, ring_size: int, sink_size: int,
@@ -56,7 +61,7 @@ def _(query, *inputs):
     return _like_attention(query)
 
 
-@_op("elastic_kernels::router", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("router"), mutates_args=())
 def _router(
     keys: Tensor, valid: Tensor, weights: list[Tensor], mean: Tensor | None, deviation: Tensor | None,
     sparsity_bias: float, implementation: str | None,
@@ -75,7 +80,7 @@ def _(keys, *inputs):
     return tuple(keys.new_empty(shape, dtype=kind) for shape, kind in shapes)
 
 
-@_op("elastic_kernels::block_selection", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("block_selection"), mutates_args=())
 def _block_selection(
     query: Tensor, key: Tensor, heads: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None,
     block_size: int, stride: int, threshold: float, scale: float | None, implementation: str | None,

@@ -8,6 +8,7 @@ import importlib.metadata
 import shutil
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,15 @@ def milliseconds(run: Callable[[], object], repeats: int) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
+
+
+def wall_milliseconds(run: Callable[[], object]) -> float:
+    """Time of one run by the host's clock, from an idle device to an idle device."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begun)
 
 
 def compare(name: str, ours: Times, baseline: str, theirs: Times, **fields: Any) -> dict[str, Any]:

@@ -4,29 +4,25 @@ Llama-3.1-8B shapes with random weights; decisions forced to a mean model sparsi
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from benchmark import Times, compare, peak_memory
-from inputs import HEAD_DIM, HEADS, KV_HEADS, label
-from peft import get_peft_model
+from benchmark import Times, compare, peak_memory, wall_milliseconds
+from inputs import HEADS, label
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
+from whole_model import MODE_PAIRS, make_decisions, make_model
 
 import elastic_peft.attention
 from elastic_kernels import KeptBlocks, block_selection
-from elastic_peft import ElasticConfig, forced_routing, last_routing
+from elastic_peft import forced_routing, last_routing
 
 
 CONDITIONS = (
     "Llama-3.1-8B shapes, random bf16 weights, one prompt, decisions forced; baseline: the same model on causal cuDNN "
     "SDPA with the adapter disabled; alternating runs after a short one of each, median"
 )
-LAYERS = 32
-MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
 BLOCK_SIZE, DENSITY = 128, 0.1
 WARM_UP = 4096
 XA_CONDITIONS = (
@@ -37,7 +33,7 @@ XA_CONDITIONS = (
 
 def rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The rows of each length, one a mode pair."""
-    model, decisions = make_model(), make_decisions().cuda()
+    model, decisions = make_model(MODE_PAIRS), make_decisions().cuda()
     measure(model, decisions, WARM_UP, MODE_PAIRS)
     for length in lengths:
         yield from measure(model, decisions, length, choose_pairs(length))
@@ -51,38 +47,6 @@ def choose_pairs(length: int) -> Sequence[str]:
 def choose_rounds(length: int) -> int:
     """Timed runs of each model: one of dense attention over 256K tokens takes most of a minute."""
     return {262_144: 1, 131_072: 2}.get(length, 3)
-
-
-def make_model() -> torch.nn.Module:
-    """The routed model, bfloat16 on the GPU, with an adapter for each mode pair."""
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=2**20,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        base = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    torch.set_default_dtype(torch.float32)
-    first, *others = (
-        ElasticConfig(mode_pair=pair, standardize_input=False, task_type="CAUSAL_LM") for pair in MODE_PAIRS
-    )
-    model = get_peft_model(base, first, adapter_name=first.mode_pair)
-    for config in others:
-        model.add_adapter(config.mode_pair, config)
-    return model.eval()
-
-
-def make_decisions() -> torch.Tensor:
-    """Decisions `[LAYERS, KV_HEADS]`: six sparse heads in three of five layers, five in the others."""
-    sparse = torch.tensor([6 if layer % 5 < 3 else 5 for layer in range(LAYERS)])
-    return torch.arange(KV_HEADS) < sparse[:, None]
 
 
 @torch.no_grad()
@@ -150,12 +114,3 @@ def random_kept_blocks(heads: int, blocks: int, *, device: str) -> KeptBlocks:
     mask = torch.rand(1, heads, blocks, blocks, generator=generator, device=device) < chance[:, None]
     mask |= (row[:, None] == row) | (row == 0)
     return KeptBlocks.from_mask(mask & (row <= row[:, None]), BLOCK_SIZE)
-
-
-def wall_milliseconds(run: Callable[[], None]) -> float:
-    """Time of one run by the host's clock, from an idle device to an idle device."""
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begun)

@@ -24,12 +24,15 @@ class Operator:
 
 
 PREFILL_TESTS = ("tests/ops/test_prefill_kernels.py",)
+TRAINING_TESTS = ("tests/ops/test_training_kernels.py",)
 
 OPERATORS = {
     "prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (2, 4, 8, 16, 32, 64, 128, 256))),
     "selection": Operator(("tests/ops/test_selection_kernel.py",), (128 * K,)),
     "router": Operator(("tests/ops/test_router_kernel.py",), (512, 128 * K, 1024 * K)),
     "decode": Operator(("tests/ops/test_decode_kernel.py",), (128 * K,)),
-    "train": Operator(("tests/ops/test_training_kernels.py",), (64 * K,)),
+    "train": Operator(TRAINING_TESTS, (64 * K,)),
+    "train_step": Operator(TRAINING_TESTS, (64 * K,)),
     "model_prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (32, 128, 256))),
+    "generate": Operator(("tests/generation/test_device.py",), (32 * K, 128 * K)),
 }

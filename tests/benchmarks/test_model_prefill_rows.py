@@ -2,10 +2,11 @@
 
 import model_prefill
 import torch
+from whole_model import make_decisions
 
 
 def test_model_decisions_have_the_mean_ratio():
-    assert abs(model_prefill.make_decisions().float().mean() - 0.7) < 0.01
+    assert abs(make_decisions().float().mean() - 0.7) < 0.01
 
 
 def test_kept_blocks_have_the_density():

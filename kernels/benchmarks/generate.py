@@ -26,8 +26,9 @@ CONDITIONS = (
     f"Llama-3.1-8B shapes, random bf16 weights, FA-SSA, decisions forced, room for {NEW_TOKENS} new tokens; baseline: "
     "the same model on cuDNN SDPA, adapter disabled, its cache written in place; decoding: greedy steps, replays of a "
     "CUDA graph on both sides, rounds alternate at batch 1 and follow each other at the largest batch, median; "
-    "eager: the same steps without a graph, on the backend that SDPA chooses, host's clock; the largest batch: as many prompts as can be prefilled one "
-    "after the other while the caches of those before stay, then decoded together as copies of one"
+    "eager: the same steps without a graph, on the backend that SDPA chooses, by the host's clock; the largest batch: "
+    "as many prompts as can be prefilled one after the other while the caches of those before stay, decoded together "
+    "as copies of one"
 )
 
 

@@ -34,5 +34,5 @@ OPERATORS = {
     "train": Operator(TRAINING_TESTS, (64 * K,)),
     "train_step": Operator(TRAINING_TESTS, (64 * K,)),
     "model_prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (32, 128, 256))),
-    "generate": Operator(("tests/generation/test_device.py",), (32 * K, 128 * K)),
+    "generate": Operator(("tests/generation/test_device.py",), (128 * K, 32 * K)),
 }

@@ -165,8 +165,8 @@ def capture_step(side: Side, cache: Cache, length: int) -> Callable[[], None]:
     ids = torch.full((batch, 1), 5, device="cuda")
     position = torch.full((batch, 1), length + 1 + EAGER_STEPS, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    # transformers makes a mask while a graph is captured, and repeats keys and values for it: the newest token needs none.
-    no_mask = mock.patch.object(modeling_llama, "create_causal_mask", lambda **_: None)
+    # The newest token needs no mask: transformers makes one while a graph is captured, and repeats keys and values.
+    no_mask = mock.patch.object(modeling_llama, "create_causal_mask", return_value=None)
     with no_mask, sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.cuda.graph(graph):
         logits = side.forward(ids, cache, position_ids=position)
         ids.copy_(logits.argmax(dim=-1))

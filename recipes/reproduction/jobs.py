@@ -1,0 +1,128 @@
+"""What the reproduction runs, in the order of importance."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from reproduction.examples import ROBUST, SENSITIVE, TASKS
+
+
+SEEDS = (0, 1, 2)
+#: The adapter whose mean MSR the static masks are given.
+REFERENCE = "fa-ssa-seed0"
+STATIC = "static-gates"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One entry of the reproduction.
+
+    Args:
+        name: of its files.
+        kind: `"train"`: train an adapter and measure it; `"masks"`: measure static masks; `"adapter"`: measure a
+            trained adapter in other conditions.
+        what: masks: which masks; adapter: which conditions, see `reproduction.kinds`.
+        needs: jobs whose results it reads.
+        config: fields of `ElasticConfig`.
+        arguments: fields of `ElasticSFTConfig`.
+        sets: sets that are trained on.
+        phrasing: phrasings that are trained on.
+        seed: of the training.
+        is_blind: train static gates.
+    """
+
+    name: str
+    kind: str
+    what: str = ""
+    needs: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sets: tuple[str, ...] = tuple(TASKS)
+    phrasing: str = "all"
+    seed: int = 0
+    is_blind: bool = False
+
+
+def all_jobs() -> list[Job]:
+    """Every job, the most important first."""
+    return [*_main(), *_schedules(), *_statics(), *_other_pairs(), *_conditions(), *_generalisation(), *_ablations()]
+
+
+def _t_values(sensitive: float = 0.7, robust: float = 1.0) -> dict[str, dict[str, float]]:
+    return {"t_values": {task: sensitive if name in SENSITIVE else robust for name, task in TASKS.items()}}
+
+
+def _main() -> list[Job]:
+    bounds = Job("bounds", "masks", what="bounds")
+    return [Job(REFERENCE, "train"), bounds, *(Job(f"fa-ssa-seed{seed}", "train", seed=seed) for seed in SEEDS[1:])]
+
+
+def _schedules() -> list[Job]:
+    """Other trades between sparsity and loss."""
+    slower = {"multiplier_learning_rate": 5e-3}
+    longer = {"max_steps": 450}
+    wide = {"window_size": 512}
+    return [
+        Job("trade-longer", "train", arguments=longer),
+        Job("trade-robust0.9", "train", config=_t_values(robust=0.9)),
+        Job("trade-router-lr2e-3", "train", arguments={"router_learning_rate": 2e-3}),
+        Job("bounds-window512", "masks", what="bounds", config=wide),
+        Job("trade-window512", "train", config=wide),
+        Job("trade-multiplier-lr5e-3", "train", arguments=slower),
+        Job("trade-longer-robust0.9", "train", config=_t_values(robust=0.9), arguments=longer),
+        Job("trade-robust0.95", "train", config=_t_values(robust=0.95)),
+        Job("trade-longer-window512", "train", config=wide, arguments=longer),
+    ]
+
+
+def _statics() -> list[Job]:
+    category = {"sensitive": SENSITIVE, "robust": ROBUST}
+    learned = [Job(STATIC, "train", needs=(REFERENCE,), is_blind=True)]
+    learned += [
+        Job(f"{STATIC}-{name}", "train", needs=(REFERENCE,), is_blind=True, sets=sets)
+        for name, sets in category.items()
+    ]
+    return [
+        Job("masks-random", "masks", what="random", needs=(REFERENCE,)),
+        Job("masks-retrieval", "masks", what="retrieval", needs=(REFERENCE,)),
+        learned[0],
+        Job("masks-learned", "masks", what="learned", needs=(REFERENCE, STATIC)),
+        Job("masks-loss", "masks", what="loss", needs=(REFERENCE,)),
+        *learned[1:],
+        Job("masks-category", "masks", what="category", needs=(REFERENCE, *(job.name for job in learned[1:]))),
+    ]
+
+
+def _other_pairs() -> list[Job]:
+    jobs = []
+    for pair in ("FA-XA", "XA-SSA"):
+        config = {"mode_pair": pair}
+        jobs.append(Job(f"bounds-{pair.lower()}", "masks", what="bounds", config=config))
+        jobs += [Job(f"{pair.lower()}-seed{seed}", "train", config=config, seed=seed) for seed in SEEDS]
+    return jobs
+
+
+def _conditions() -> list[Job]:
+    """The same adapter in other conditions."""
+    whats = ("mixed", "lengths", "bias", "sampled")
+    return [Job(f"{REFERENCE}-{what}", "adapter", what=what, needs=(REFERENCE,)) for what in whats]
+
+
+def _generalisation() -> list[Job]:
+    left_out = {name: tuple(other for other in TASKS if other != name) for name in TASKS}
+    return [
+        Job("unseen-phrasings", "train", phrasing="seen"),
+        *(Job(f"without-{name}", "train", sets=sets) for name, sets in left_out.items()),
+    ]
+
+
+def _ablations() -> list[Job]:
+    changes: dict[str, dict[str, dict[str, Any]]] = {
+        "raw-input": {"config": {"standardize_input": False}},
+        "signed": {"arguments": {"sparsity_constraint": "signed"}},
+        **{f"pool{size or '-all'}": {"config": {"pool_size": size}} for size in (50, 200, 400, None)},
+        **{f"expansion{factor}": {"config": {"router_expansion": factor}} for factor in (2, 6, 8)},
+        **{f"sensitive{t}": {"config": _t_values(sensitive=t)} for t in (0.4, 0.5, 0.6)},
+        "cosine": {"arguments": {"temperature_schedule": "cosine"}},
+        **{f"counterfactual{f}": {"arguments": {"counterfactual_fraction": f}} for f in (0.25, 0.125)},
+    }
+    return [Job(f"ablation-{name}", "train", **fields) for name, fields in changes.items()]  # type: ignore[arg-type]

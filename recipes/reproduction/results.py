@@ -1,0 +1,30 @@
+"""The files that jobs leave behind."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+
+def result_file(output: Path, name: str) -> Path:
+    """Where a job's result is."""
+    return output / "jobs" / f"{name}.json"
+
+
+def read_result(output: Path, name: str) -> dict[str, Any]:
+    """A finished job's result."""
+    return json.loads(result_file(output, name).read_text(encoding="utf-8"))
+
+
+def write_result(output: Path, name: str, result: dict[str, Any]) -> None:
+    """Writes a result; the file appears whole or not at all."""
+    file = result_file(output, name)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(file)
+
+
+def mean_msr(result: dict[str, Any], sets: Sequence[str]) -> float:
+    """Mean model sparsity ratio over sets, each counted once, of a result with a table of tasks."""
+    return mean(row["msr"] for row in result["tasks"] if row["set"] in sets)

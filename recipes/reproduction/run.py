@@ -1,0 +1,176 @@
+"""Runs the reproduction: several workers on one device take jobs in the order of importance.
+
+    cd recipes
+    python -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output ../out/reproduction
+
+Each job writes `jobs/{name}.json`, and each training `adapters/{name}/`; a job whose JSON is there is not run again.
+A job that fails leaves `failed/{name}.txt`, and is tried again the next time.
+"""
+
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from reproduction.jobs import Job, all_jobs
+from reproduction.kinds import Workplace, run_job
+from reproduction.results import read_result, result_file, write_result
+
+
+WAIT = 1.0  # seconds between looks at what other workers finished
+#: Guesses before a job of a kind has been timed, in seconds: whole jobs, and each step of a training.
+GUESS = {"train": 25.0, "masks": 30.0, "adapter": 60.0}
+STEP_GUESS = 0.3
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Starts the workers and waits for them; see the module's description and `--help`."""
+    args = _parse(arguments)
+    for folder in ("jobs", "failed", "adapters"):
+        (args.output / folder).mkdir(parents=True, exist_ok=True)
+    if args.deadline is not None:
+        work(_workplace(args), _chosen(args.only), args.deadline)
+        return
+    shutil.rmtree(args.output / "claims", ignore_errors=True)
+    (args.output / "claims").mkdir()
+    deadline = time.time() + args.budget_seconds
+    command = [sys.executable, "-m", "reproduction.run", *(arguments or sys.argv[1:]), "--deadline", str(deadline)]
+    workers = [subprocess.Popen(command) for _ in range(args.workers)]
+    sys.exit(max(worker.wait() for worker in workers))
+
+
+def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> None:
+    """Takes jobs until none is left that can start before the deadline.
+
+    Args:
+        place: where they run.
+        jobs: in the order of importance.
+        deadline: as `time.time()` counts.
+    """
+    while (job := _next(place.output, jobs, deadline)) is not None:
+        if isinstance(job, float):
+            time.sleep(job)
+            continue
+        print(f"{job.name}: started", flush=True)
+        started = time.time()
+        if place.device != "cpu":
+            torch.cuda.reset_peak_memory_stats(place.device)
+        try:
+            result = run_job(job, place)
+        except Exception:
+            (place.output / "failed" / f"{job.name}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            print(f"{job.name}: failed\n{traceback.format_exc()}", flush=True)
+            continue
+        seconds = time.time() - started
+        write_result(place.output, job.name, {"job": asdict(job), "seconds": seconds, **_machine(place), **result})
+        print(f"{job.name}: {seconds:.0f} s", flush=True)
+
+
+def _next(output: Path, jobs: Sequence[Job], deadline: float) -> Job | float | None:
+    """The next job, now this worker's; or how many seconds to wait for others' results; or None at the end."""
+    seconds = _Seconds(output, jobs)
+    waits = False
+    for job in jobs:
+        if result_file(output, job.name).exists() or (output / "claims" / job.name).exists():
+            continue
+        if time.time() + seconds(job) > deadline:
+            continue
+        missing = [name for name in job.needs if not result_file(output, name).exists()]
+        if missing:
+            waits = waits or all(_is_running(output, name) for name in missing)
+            continue
+        try:
+            (output / "claims" / job.name).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        (output / "failed" / f"{job.name}.txt").unlink(missing_ok=True)
+        return job
+    return WAIT if waits else None
+
+
+def _is_running(output: Path, name: str) -> bool:
+    return (output / "claims" / name).exists() and not (output / "failed" / f"{name}.txt").exists()
+
+
+class _Seconds:
+    """Predicts how long a job takes: as long as the slowest of its kind so far, trainings by their steps."""
+
+    def __init__(self, output: Path, jobs: Sequence[Job]):
+        self.whole = dict(GUESS)
+        self.step = STEP_GUESS
+        done = [read_result(output, job.name) for job in jobs if result_file(output, job.name).exists()]
+        for kind in GUESS:
+            times = [result["seconds"] for result in done if result["job"]["kind"] == kind]
+            if times and kind == "train":
+                steps = (r["seconds"] / r["log"][-1]["step"] for r in done if r["job"]["kind"] == kind)
+                self.whole[kind], self.step = 0.0, max(steps)
+            elif times:
+                self.whole[kind] = max(times)
+
+    def __call__(self, job: Job) -> float:
+        steps = job.arguments.get("max_steps", 300) if job.kind == "train" else 0
+        return self.whole[job.kind] + self.step * steps
+
+
+def _machine(place: Workplace) -> dict[str, Any]:
+    packages = ("elastic_peft", "torch", "triton", "transformers", "peft", "trl")
+    is_cpu = place.device == "cpu"
+    return {
+        "hardware": platform.processor() or platform.machine() if is_cpu else torch.cuda.get_device_name(place.device),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "peak_gib": None if is_cpu else torch.cuda.max_memory_allocated(place.device) / 2**30,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+def _chosen(only: Sequence[str] | None) -> list[Job]:
+    jobs = all_jobs()
+    if only is None:
+        return jobs
+    unknown = sorted(set(only) - {job.name for job in jobs})
+    if unknown:
+        raise SystemExit(f"--only must name some of {', '.join(job.name for job in jobs)}; got {', '.join(unknown)}.")
+    return [job for job in jobs if job.name in only]
+
+
+def _workplace(args: argparse.Namespace) -> Workplace:
+    warnings.simplefilter("ignore", FutureWarning)  # arguments that newer versions of transformers rename
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return Workplace(args.model, args.data, args.output, args.device, rows=args.rows, batch_size=args.batch_size)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--data", type=Path, required=True, help="tasks_4k.npz")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=4, help="processes on the device (default 4)")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no job that outlasts it")
+    parser.add_argument("--only", nargs="+", help="names of jobs; default all")
+    parser.add_argument("--rows", type=int, default=48, help="evaluation examples of each set (default 48)")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows of a measured batch (default 8)")
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Training of one adapter of the reproduction, by `ElasticSFTTrainer`, on one example of each set a step."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from peft import get_peft_model
+from reproduction.examples import Example, interleave
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
+
+from elastic_peft import ElasticConfig, ElasticSFTConfig, ElasticSFTTrainer
+from elastic_peft.evaluation.static_masks import blind_routers
+
+
+#: Sizes for examples of 4K tokens, in tokens; the library's defaults are for contexts of 16K and more.
+CONFIG = {"sink_size": 64, "window_size": 256}
+ARGUMENTS = {"max_steps": 300, "calibration_batches": 8, "logging_steps": 10}
+
+
+def load_base(directory: Path | str, device: str) -> torch.nn.Module:
+    """The frozen backbone: float32 on a CPU, bfloat16 on a GPU."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device)
+
+
+def train(
+    base: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: dict[str, list[Example]],
+    output: Path,
+    *,
+    config: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    seed: int,
+    is_blind: bool = False,
+) -> tuple[torch.nn.Module, list[dict]]:
+    """Trains one router a layer.
+
+    Args:
+        base: the backbone.
+        tokenizer: its tokenizer.
+        examples: by set; a step takes one of each.
+        output: folder of the trainer's files.
+        config: fields of `ElasticConfig` that differ from `CONFIG`.
+        arguments: fields of `ElasticSFTConfig` that differ from `ARGUMENTS`.
+        seed: of the routers, the order of the examples and the noise.
+        is_blind: hide the input from the routers, so that they learn static gates.
+
+    Returns:
+        The model in evaluation mode, and the trainer's metrics, one dictionary each time they were logged.
+    """
+    torch.manual_seed(seed)
+    model = get_peft_model(base, ElasticConfig(**{"task_type": "CAUSAL_LM", **CONFIG, **config}))
+    if is_blind:
+        blind_routers(model, seed)
+    is_cpu = base.device.type == "cpu"
+    args = ElasticSFTConfig(
+        output_dir=str(output),
+        per_device_train_batch_size=len(examples),
+        train_sampling_strategy="sequential",
+        max_length=None,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=is_cpu,
+        bf16=not is_cpu,
+        seed=seed,
+        **{**ARGUMENTS, **arguments},
+    )
+    chosen = interleave(examples, args.max_steps * len(examples), seed)
+    rows = [{"input_ids": example.ids, "labels": _labels(example), "task": example.task} for example in chosen]
+    datasets.disable_progress_bars()
+    trainer = ElasticSFTTrainer(
+        model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return model.eval(), [line for line in trainer.state.log_history if "lm_loss" in line]
+
+
+def _labels(example: Example) -> list[int]:
+    return [-100] * example.prompt_end + list(example.ids[example.prompt_end :])

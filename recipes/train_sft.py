@@ -94,14 +94,14 @@ def build_trainer(recipe: Recipe) -> ElasticSFTTrainer:
     """A trainer around the recipe's base model with new routers, and its dataset."""
     script, args, model_args, config = recipe
     hub = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(
-        model_args.model_name_or_path,
-        dtype=model_args.dtype,
-        attn_implementation=model_args.attn_implementation,
+    options = {
         **hub,
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
         **(args.model_init_kwargs or {}),
-    )
-    args.model_init_kwargs = None  # spent
+    }
+    args.model_init_kwargs = None  # spent here
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, **options)
     set_seed(args.seed)  # the trainer's comes after the routers are made
     dataset: Any = load_dataset(script.dataset_name, script.dataset_config, streaming=script.dataset_streaming)
     return ElasticSFTTrainer(

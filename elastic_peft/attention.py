@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from elastic_kernels import block_selection
-from elastic_kernels.routed_decode import routed_decode
 from elastic_kernels.routed_decode.api import MAX_QUERIES
 
+from . import operators
 from .cache import RoutingMemory
 from .config import ElasticConfig
 from .context import RoutingRecord
@@ -144,7 +143,8 @@ class ElasticRoute:
             return None
         options: dict[str, Any] = {"start": _to(self.start, query.device), "length": length, **scores}
         sizes = (self.config.sink_size, self.config.window_size)
-        return routed_decode(query, key, value, self.gate, sink_size=sizes[0], window_size=sizes[1], **options)
+        gate = self.gate
+        return operators.routed_decode(query, key, value, gate, sink_size=sizes[0], window_size=sizes[1], **options)
 
     def _attend_prompts(self, pair: PairAttention, modes, where, training) -> tuple[torch.Tensor, str]:
         """The pair's output for the prompts' tokens; notes the share of pairs that XAttention's blocks hold.
@@ -167,7 +167,7 @@ class ElasticRoute:
             wanted = wanted.repeat_interleave(3, dim=0)
             wanted[0::3] = wanted[2::3] = False
             segments = where["cu_seqlens"].diff()
-        kept = block_selection(
+        kept = operators.block_selection(
             query,
             key,
             heads=wanted,

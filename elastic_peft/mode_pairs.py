@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from elastic_kernels import KeptBlocks, routed_attention, routed_decode
+from elastic_kernels import KeptBlocks
 from elastic_kernels.routed_attention.dispatch import choose_implementation
 from elastic_kernels.routed_attention.reference import block_sparse_attention, mix_by_gate, streaming_attention
 from elastic_kernels.routed_decode.api import MAX_QUERIES
 from elastic_kernels.routed_decode.api import choose_implementation as choose_decode_implementation
+
+from . import operators
 
 
 class PairAttention:
@@ -73,16 +75,16 @@ class PairAttention:
         if modes == ("FA", "SSA") and is_short and not gate.is_floating_point():
             implementation = choose_decode_implementation(None, query, key, value, sinks)
             if implementation != "reference":
-                out = routed_decode(query, key, value, gate, start=start, **self.sizes, **self.scores)
-                return out, implementation
+                out = operators.routed_decode(query, key, value, gate, start=start, **self.sizes, **self.scores)
+                return out, operators.describe(implementation)
         implementation = choose_implementation(None, query, key, value, kept_blocks=kept_blocks, softcap=softcap)
         where: dict[str, Any] = {"start": start, "cu_seqlens": cu_seqlens}
         if implementation != "reference":
             options: dict[str, Any] = {"kept_blocks": kept_blocks, "implementation": implementation}
-            out = routed_attention(
+            out = operators.routed_attention(
                 query, key, value, gate, mode_pair="-".join(modes), **self.sizes, **where, **self.scores, **options
             )
-            return out, implementation
+            return out, operators.describe(implementation)
 
         def run(mode):
             if mode == "FA":

@@ -10,6 +10,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from . import operators
 from .attachment import attach_hooks, attach_router, detach, discard_adapter
 from .config import ElasticConfig
 from .families import DecoderSpec, check_pre_rotary_keys, describe_model
@@ -47,6 +48,7 @@ class ElasticModel(BaseTuner):
                 was.
         """
         _check_adapter_name(adapter_name)
+        operators.load()  # from where it is told to, or not at all
         # Binding it to this model must not change a configuration that its owner gives to several models.
         self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])
         self._spec = describe_model(model)

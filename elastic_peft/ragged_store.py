@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from elastic_kernels.routed_decode import RaggedRows, routed_decode
+from elastic_kernels.routed_decode import RaggedRows
 from elastic_kernels.routed_decode.api import MAX_QUERIES
-from elastic_kernels.routed_decode.storage import append_tokens, count_slots, pack_prompt, token_slots
+from elastic_kernels.routed_decode.storage import count_slots, pack_prompt, token_slots
 
+from . import operators
 from .precision import in_one_dtype
 
 
@@ -103,7 +104,7 @@ class RaggedStore:
             self._lay_out(self.length + count + self._room(), self.rows.offsets)
         sink_size = self.sizes["sink_size"]
         key, value = key.to(self.keys.dtype), value.to(self.keys.dtype)
-        append_tokens(self.keys, self.values, key, value, self.gate, self.rows, sink_size=sink_size)
+        operators.append_tokens(self.keys, self.values, key, value, self.gate, self.rows, sink_size=sink_size)
         self.length += count
         self._longest = max(self._longest, self.length)
 
@@ -123,7 +124,7 @@ class RaggedStore:
             later -= piece.shape[2]
             rows = replace(self.rows, lengths=self.rows.lengths - later) if later else self.rows
             outputs.append(
-                routed_decode(piece, self.keys, self.values, self.gate, storage=rows, **self.sizes, **scores)
+                operators.routed_decode(piece, self.keys, self.values, self.gate, storage=rows, **self.sizes, **scores)
             )
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).to(query.dtype)
 

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_kernels.router import LinearWeights, RouterOutput, RouterWeights, router
+from elastic_kernels.router import LinearWeights, RouterOutput, RouterWeights
 from elastic_kernels.router.reference import hard_gate, masked_mean, router_logits, standardize
+
+from . import operators
 
 
 MIN_DEVIATION = 1e-4
@@ -145,7 +147,7 @@ def decide(
         logits = router_logits(pooled if standardizer is None else standardizer(pooled), layers)
         return RouterOutput(logits, hard_gate(logits, sparsity_bias), pooled)
     mean, deviation = (None, None) if standardizer is None else (standardizer.mean, standardizer.deviation)
-    return router(keys, valid, weights, mean=mean, deviation=deviation, sparsity_bias=sparsity_bias)
+    return operators.router(keys, valid, weights, mean=mean, deviation=deviation, sparsity_bias=sparsity_bias)
 
 
 def _resident_weights(layers: Mapping[str, nn.Module], keys: torch.Tensor) -> RouterWeights | None:

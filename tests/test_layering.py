@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_peft.operators import OPERATORS
+
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "elastic_peft"
@@ -13,7 +15,8 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")])
 
 # A module imports only modules on lines above its own.
 ORDER = [
-    ["config", "precision", "gating", "router", "families", "sequences", "sparsity"],
+    ["operators"],
+    ["config", "precision", "counterfactual", "gating", "router", "families", "sequences", "sparsity"],
     ["context", "ragged_store", "static_router"],
     ["cache", "convert", "report"],
     ["mode_pairs"],
@@ -31,7 +34,7 @@ ORDER = [
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
-HEAVY = {"trl", "datasets", "triton", "matplotlib"}
+HEAVY = {"trl", "datasets", "triton", "matplotlib", "kernels"}
 TRAINING = {"data", "trainer_config", "trainer"}  # imported on first use only, see `elastic_peft.__getattr__`
 
 
@@ -85,7 +88,15 @@ def test_kernels_do_not_know_the_adapter(path):
 
 def test_only_routers_and_attention_call_the_kernels():
     users = {p.stem for p in PACKAGE.rglob("*.py") if any(n.startswith("elastic_kernels") for n in imported(parse(p)))}
-    assert users == {"attention", "mode_pairs", "ragged_store", "router"}
+    assert users == {"attention", "counterfactual", "mode_pairs", "ragged_store", "router"}
+
+
+def test_only_one_module_knows_where_operators_come_from():
+    nodes = [(path.stem, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(parse(path))]
+    imports = [pair for pair in nodes if isinstance(pair[1], ast.ImportFrom) and not pair[1].level]
+    imports = [(stem, alias.name) for stem, node in imports for alias in node.names if "kernels" in node.module]
+    taken = [(stem, name) for stem, name in imports if name in OPERATORS]
+    assert not taken, "an operator is an attribute of `elastic_peft.operators`"
 
 
 def test_only_the_registration_extends_peft_type():

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from transformers import DynamicCache, StaticCache
 
 from elastic_kernels.routed_decode import routed_decode
-from elastic_peft import ElasticConfig, forced_routing, last_routing, ragged_store
+from elastic_peft import ElasticConfig, forced_routing, last_routing, operators
 from elastic_peft.ragged_store import RaggedStore
 
 
@@ -21,7 +21,7 @@ def test_interpreted_kernels_decode_what_the_reference_decodes(monkeypatch):
     outputs = []
     for implementation in ("reference", "triton"):
         decode = partial(routed_decode, implementation=implementation)
-        monkeypatch.setattr(ragged_store, "routed_decode", decode)
+        monkeypatch.setattr(operators, "routed_decode", decode)
         options = {"max_new_tokens": 2, "min_new_tokens": 2}
         outputs.append(generate(model, input_ids=ids, attention_mask=mask, **options))
     for row in range(len(ids)):

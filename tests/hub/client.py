@@ -1,5 +1,7 @@
 """What users run against the Hub. It runs in a process of its own: huggingface_hub reads `HF_ENDPOINT` on import."""
 
+import os
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +12,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, set_seed
 
 import elastic_peft
+from elastic_peft import operators
 
 
 BASE = "user/base"
@@ -99,3 +102,27 @@ def run_card(repo_id, **options):
     names = {}
     exec(card.text.split("```python\n")[1].split("```")[0], names)
     return logits(names["model"].eval())
+
+
+@contextmanager
+def operators_from(source):
+    """Context in which the operators are loaded anew, under this value of the variable."""
+    with mock.patch.dict(vars(operators)), mock.patch.dict(os.environ, {operators.VARIABLE: source}):
+        for name in operators.OPERATORS:
+            vars(operators).pop(name, None)
+        yield
+
+
+def load_operators(source, offline=False):
+    """Where the operators come from, by their module and as a record says it."""
+    with operators_from(source), mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", offline):
+        return operators.router.__module__.split(".")[0], operators.describe("kernels")
+
+
+def route_on(source):
+    """What computed a prompt on fused kernels, and its logits."""
+    with operators_from(source):
+        model = build_model()
+        with mock.patch("elastic_peft.mode_pairs.choose_implementation", return_value="triton"):
+            computed = logits(model)
+        return elastic_peft.last_routing(model).implementation, computed

@@ -13,8 +13,8 @@ import yaml
 
 
 TOKEN = "hf_owner"
-RESOLVE = r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)"
-API = r"/api/models/(?P<repo>[^/]+/[^/]+)"
+RESOLVE = r"(/kernels)?/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)"
+API = r"/api/(models|kernels)/(?P<repo>[^/]+/[^/]+)"
 
 
 @dataclass
@@ -195,6 +195,15 @@ def model_info(request, repo, revision):
     request.answer(200, {"id": repo.name, "sha": oid, "siblings": [{"rfilename": path} for path in repo.commits[oid]]})
 
 
+def list_files(request, repo, revision):
+    files = repo.commits.get(repo.find(revision))
+    if files is None:
+        request.answer(404, error="no such revision", code="RevisionNotFound")
+        return
+    sizes = {path: len(content) for path, content in files.items()}
+    request.answer(200, [{"type": "file", "path": path, "oid": "", "size": size} for path, size in sizes.items()])
+
+
 def resolve(request, repo, revision, path):
     oid = repo.find(revision)
     content = repo.commits.get(oid, {}).get(path)
@@ -215,6 +224,7 @@ ROUTES = [
     ("POST", API + "/branch/(?P<branch>.+)", create_branch),
     ("POST", API + "/preupload/(?P<revision>.+)", preupload),
     ("POST", API + "/commit/(?P<revision>.+)", commit),
+    ("GET", API + "/tree/(?P<revision>[^/]+)", list_files),
     ("GET", API + "(/revision/(?P<revision>.+))?", model_info),
     ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", batch),
     ("PUT", "/objects/(?P<oid>.+)", upload_object),

@@ -4,71 +4,17 @@ import sys
 
 import pytest
 import torch
-from numerics import make_qkv
-from ops.dense import random_kept_blocks
+from ops.operator_calls import CALLS
 from torch.library import opcheck
 
-from elastic_kernels import (
-    LinearWeights,
-    RaggedRows,
-    RouterWeights,
-    _compiled,
-    block_selection,
-    routed_attention,
-    routed_decode,
-    router,
-)
-
-
-QUERY, KEY, VALUE = make_qkv(length=40, dtype=torch.float32)
-GATE = torch.tensor([[False, True]])
-KEPT = random_kept_blocks(1, 4, 5, 5, 8)
-SIZES = {"sink_size": 2, "window_size": 9}
-SCORES = {"softcap": None, "sinks": None, "scale": None}
-WEIGHTS = RouterWeights(
-    *(LinearWeights(torch.randn(s), torch.randn(s[0])) for s in ((8, 4), (4, 8), (8, 4), (4, 8), (2, 4)))
-)
-RAGGED = RaggedRows(torch.tensor([[0, 40]]), torch.tensor([40]), 17)
-# operator -> (function, the same inside a graph, arguments, options)
-CALLS = {
-    "routed_attention": (
-        routed_attention,
-        _compiled.routed_attention_op,
-        (QUERY, KEY, VALUE, GATE),
-        {**SIZES, **SCORES, "mode_pair": "XA-SSA", "kept_blocks": KEPT, "start": None, "cu_seqlens": None},
-    ),
-    "routed_decode": (
-        routed_decode,
-        _compiled.routed_decode_op,
-        (QUERY[:, :, -3:], KEY[0, 0].repeat(2, 1), VALUE[0, 0].repeat(2, 1), GATE),
-        {**SIZES, **SCORES, "storage": RAGGED, "start": None, "length": None},
-    ),
-    "router": (
-        router,
-        _compiled.router_op,
-        (torch.randn(1, 5, 2, 4), torch.ones(1, 5, dtype=torch.bool), WEIGHTS),
-        {"mean": None, "deviation": None, "sparsity_bias": 0.5},
-    ),
-    "block_selection": (
-        block_selection,
-        _compiled.block_selection_op,
-        (QUERY, KEY),
-        {
-            "heads": None,
-            "block_size": 8,
-            "stride": 4,
-            "threshold": 0.6,
-            "start": None,
-            "cu_seqlens": None,
-            "scale": None,
-        },
-    ),
-}
+import elastic_kernels
+from elastic_kernels import _compiled
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_inside_a_graph_as_outside(name):
-    function, inside, arguments, options = CALLS[name]
+    function, inside = getattr(elastic_kernels, name), getattr(_compiled, f"{name}_op")
+    arguments, options = CALLS[name]
     more = {"return_lse": True} if name.startswith("routed") else {}
     expected, actual = (
         list(vars(result).values()) if name == "block_selection" else result
@@ -83,8 +29,8 @@ def test_inside_a_graph_as_outside(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_promised_results(name, monkeypatch):
-    _, inside, arguments, options = CALLS[name]
-    operator = getattr(_compiled, f"_{name}")
+    operator, inside = getattr(_compiled, f"_{name}"), getattr(_compiled, f"{name}_op")
+    arguments, options = CALLS[name]
     calls = []
     monkeypatch.setattr(
         _compiled, f"_{name}", lambda *args, **kwargs: calls.append((args, kwargs)) or operator(*args, **kwargs)
@@ -95,7 +41,8 @@ def test_promised_results(name, monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_graph_takes_the_operator_whole(name, monkeypatch):
-    function, _, arguments, options = CALLS[name]
+    function = getattr(elastic_kernels, name)
+    arguments, options = CALLS[name]
     # On a CUDA device a graph does so by itself.
     api = sys.modules[function.__module__]
     monkeypatch.setattr(api, "is_opaque", lambda tensors, device: torch.compiler.is_compiling())

@@ -306,7 +306,7 @@ def test_model_on_the_fused_router_decides_as_on_the_reference(make_routed, inpu
     model = make_routed()
     records = {}
     for name in ("reference", "triton"):
-        monkeypatch.setattr("elastic_peft.router.router", functools.partial(router, implementation=name))
+        monkeypatch.setattr("elastic_peft.operators.router", functools.partial(router, implementation=name))
         model(**inputs)
         records[name] = last_routing(model)
     torch.testing.assert_close(records["triton"].logits, records["reference"].logits, rtol=1e-4, atol=1e-5)

@@ -25,6 +25,7 @@ Sizes: head_dim 1-256; fp16, bf16, fp32; fp32 softmax and accumulation. Offsets 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._launch import MAX_INT32, compute_capability, empty_outputs, is_interpreting, multiprocessors, on_device
 from .._primitives import head_limits, soft_cap
@@ -75,9 +76,11 @@ def _routed_decode_fwd_kernel(
     stride_gb, stride_gh, stride_lb, num_entries, num_kv_heads, q_length, k_length,
     sink_size, window_size, ring_size, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_START: tl.constexpr, HAS_LENGTH: tl.constexpr,
-    RAGGED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()  # the combine kernel gets ready meanwhile, and waits for the end of this one
     pid = tl.program_id(0)
     offs_e = tl.arange(0, BLOCK_E)
     total = tl.full([], 0, tl.int64)
@@ -198,7 +201,7 @@ def _routed_decode_combine_kernel(
     partial_ptr, partial_lse_ptr, slots_ptr, start_ptr, length_ptr, sinks_ptr, out_ptr, lse_ptr,
     stride_ob, stride_oh, stride_oq, stride_lb, num_kv_heads, q_length, k_length,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_START: tl.constexpr, HAS_LENGTH: tl.constexpr,
-    HAS_SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_SINKS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
     m = tl.program_id(1)
@@ -210,6 +213,8 @@ def _routed_decode_combine_kernel(
 
     # An entry without tokens has no slots.
     filled = _count_tokens(row, True, start_ptr, length_ptr, stride_lb, k_length, HAS_START, HAS_LENGTH) > 0
+    if OVERLAP:
+        gdc_wait()
     first_slot = tl.load(slots_ptr + 2 * entry, mask=filled, other=0).to(tl.int64)
     num_slots = tl.load(slots_ptr + 2 * entry + 1, mask=filled, other=0)
     acc = tl.zeros([BLOCK_C], tl.float32)
@@ -283,6 +288,8 @@ def routed_decode_forward(
     slots = query.new_empty((entries, 2), dtype=torch.int32)
     block_d = max(triton.next_power_of_2(head_dim), 16)
     common = {"GROUP": group, "HEAD_DIM": head_dim, "HAS_START": start is not None, "HAS_LENGTH": length is not None}
+    overlap = not is_interpreting() and compute_capability(query.device.index) >= 90
+    common["OVERLAP"] = overlap
     with on_device(query):
         _routed_decode_fwd_kernel[(programs, row_tiles)](
             query, key, value, gate, start, length, offsets, partial, partial_lse, slots,
@@ -298,6 +305,6 @@ def routed_decode_forward(
             partial, partial_lse, slots, start, length, sinks, out, lse,
             *out.stride()[:3], stride_lb, num_kv_heads, q_length, k_length,
             **common, HAS_SINKS=sinks is not None, BLOCK_S=256, BLOCK_C=block_c,
-            num_warps=8,
+            num_warps=8, launch_pdl=overlap,
         )  # fmt: skip
     return out, lse

@@ -141,7 +141,7 @@ def append_tokens(
         slots = next_slots(rows, gate, count, sink_size=sink_size).flatten()
         key.index_copy_(0, slots, new_key.flatten(0, 2))
         value.index_copy_(0, slots, new_value.flatten(0, 2))
-    rows.lengths.add_(count)
+        rows.lengths.add_(count)
 
 
 def pack_prompt(

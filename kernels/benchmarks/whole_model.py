@@ -1,11 +1,14 @@
 """The whole model that rows measure: Llama-3.1-8B shapes with random weights, and a routing of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from inputs import HEAD_DIM, HEADS, KV_HEADS
 from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from elastic_peft import ElasticConfig
 
@@ -38,6 +41,20 @@ def make_model(mode_pairs: Sequence[str]) -> PeftModel:
     for other in others:
         model.add_adapter(other.mode_pair, other)
     return model.eval()
+
+
+@contextmanager
+def compiled_parts() -> Iterator[None]:
+    """Context in which norms, rotary embeddings and MLPs are compiled: they are dozens of launches otherwise."""
+    parts = (
+        (modeling_llama.LlamaRMSNorm, "forward"),
+        (modeling_llama.LlamaMLP, "forward"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+    )
+    with ExitStack() as stack:
+        for owner, name in parts:
+            stack.enter_context(mock.patch.object(owner, name, torch.compile(getattr(owner, name))))
+        yield
 
 
 def make_decisions() -> torch.Tensor:

@@ -1,0 +1,247 @@
+"""The reproduction's jobs, each run once on a tiny model; what they select, and how workers share them."""
+
+import json
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from recipes.reproduction_place import make_place, make_tokenizer
+from reproduction import run, training
+from reproduction.examples import SENSITIVE, TASKS, choose_phrasing, interleave, load_examples, user_text
+from reproduction.jobs import REFERENCE, Job, all_jobs
+from reproduction.kinds import run_job
+from reproduction.lengths import resize
+from reproduction.measuring import measure
+from reproduction.results import mean_msr, write_result
+
+
+JOBS = {job.name: job for job in all_jobs()}
+
+
+@pytest.fixture(scope="module")
+def short_window():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(training.CONFIG, "sink_size", 4)
+        patch.setitem(training.CONFIG, "window_size", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, short_window):
+    """A workplace where the reference and the static gates have been trained for two steps."""
+    place = make_place(tmp_path_factory.mktemp("reproduction"))
+    for name in (REFERENCE, "static-gates", "static-gates-sensitive", "static-gates-robust"):
+        write_result(place.output, name, run_job(JOBS[name], place))
+    return place
+
+
+def sets(result):
+    return [row["set"] for row in result["tasks"]]
+
+
+# Jobs
+
+
+def test_a_training_saves_an_adapter_and_measures_every_set(place):
+    result = json.loads((place.output / "jobs" / f"{REFERENCE}.json").read_text())
+    assert (place.adapter(REFERENCE) / "adapter_model.safetensors").is_file()
+    assert [line["step"] for line in result["log"]] == [1, 2]
+    assert sets(result) == list(TASKS)
+
+
+@pytest.mark.parametrize("pair", ["fa-xa", "xa-ssa"])
+def test_other_mode_pairs_train(place, pair):
+    assert sets(run_job(JOBS[f"{pair}-seed0"], place)) == list(TASKS)
+
+
+def test_a_set_left_out_of_training_is_still_measured(place):
+    assert "summ_rfc" in sets(run_job(JOBS["without-summ_rfc"], place))
+
+
+def test_unseen_phrasings_are_measured_apart(place):
+    result = run_job(JOBS["unseen-phrasings"], place)
+    assert sets(result["unseen"]["routed"]) == sets(result["unseen"]["full"]) == list(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    [
+        ("masks-random", [f"random{seed}" for seed in range(5)]),
+        ("masks-retrieval", ["retrieval"]),
+        ("masks-loss", ["loss"]),
+        ("masks-learned", ["learned"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_static_masks_have_the_routed_adapters_mean_sparsity(place, name, masks):
+    result = run_job(JOBS[name], place)["masks"]
+    reference = mean_msr(json.loads((place.output / "jobs" / f"{REFERENCE}.json").read_text()), tuple(TASKS))
+    assert list(result) == masks
+    # Of 4 heads.
+    assert {row["msr"] for entry in result.values() for row in entry["tasks"]} == {round(4 * reference) / 4}
+
+
+def test_masks_of_a_category_apply_to_its_sets(place):
+    entry = run_job(JOBS["masks-category"], place)["masks"]["category"]
+    for row in entry["tasks"]:
+        mask = entry["mask"]["sensitive" if row["set"] in SENSITIVE else "robust"]
+        assert row["frequency"] == mask, row["set"]
+
+
+def test_bounds_are_all_full_and_all_sparse(place):
+    result = run_job(JOBS["bounds"], place)["masks"]
+    assert {way: {row["msr"] for row in entry["tasks"]} for way, entry in result.items()} == {
+        "full": {0.0},
+        "all_sparse": {1.0},
+    }
+
+
+def test_a_mixed_batch_decides_as_single_rows_do(place):
+    assert run_job(JOBS[f"{REFERENCE}-mixed"], place)["same_decisions"] == 1
+
+
+def test_the_bias_moves_sparsity(place):
+    result = run_job(JOBS[f"{REFERENCE}-bias"], place)["bias"]
+    assert mean_msr(result["-4.0"], tuple(TASKS)) == 0
+    assert mean_msr(result["4.0"], tuple(TASKS)) == 1
+
+
+def test_other_lengths_are_measured_in_every_way(place):
+    result = run_job(JOBS[f"{REFERENCE}-lengths"], place)["lengths"]
+    assert {length: list(ways) for length, ways in result.items()} == {
+        "170": ["routed", "full", "all_sparse"],
+        "340": ["routed", "full", "all_sparse"],
+    }
+    assert "summ_rfc" not in sets(result["340"]["routed"])
+
+
+def test_sampled_decisions_are_measured(place):
+    assert sets(run_job(JOBS[f"{REFERENCE}-sampled"], place)["sampled"]) == list(TASKS)
+
+
+# Measuring
+
+
+def test_a_rows_figures_do_not_depend_on_its_batch(place):
+    model = place.load(REFERENCE)
+    examples = interleave(place.evaluation, 7, seed=0)
+    together, alone = measure(model, examples, 7), measure(model, examples, 1)
+    assert [row.nll for row in together.rows] == pytest.approx([row.nll for row in alone.rows], abs=1e-4)
+    assert [row.esr for row in together.rows] == pytest.approx([row.esr for row in alone.rows], abs=1e-6)
+
+
+# Examples
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def test_unseen_instructions_appear_in_no_seen_example(place, tokenizer):
+    def instructions(phrasing):
+        chosen = choose_phrasing(tokenizer, place.training, phrasing)
+        return {user_text(tokenizer, example).split("\n")[0] for members in chosen.values() for example in members}
+
+    assert instructions("seen").isdisjoint(instructions("unseen"))
+
+
+def test_interleaving_takes_one_of_each_set_in_turn(place):
+    chosen = interleave(place.training, 15, seed=0)
+    assert [example.set for example in chosen] == [*TASKS, *TASKS, next(iter(TASKS))]
+    assert chosen != interleave(place.training, 15, seed=1)
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("length", [170, 340])
+def test_resized_examples_keep_question_and_answer(place, tokenizer, name, length):
+    example, *others = load_examples(place.data, "eval")[name]
+    resized = resize(tokenizer, example, length, others)
+    if name == "summ_rfc" and length > len(example.ids):
+        assert resized is None
+        return
+    assert length - 30 < len(resized.ids) <= length
+    assert resized.ids[resized.prompt_end :] == example.ids[example.prompt_end :]
+    question, asked = (ids.ids[ids.prompt_end - 12 : ids.prompt_end] for ids in (resized, example))
+    assert question == asked
+
+
+@pytest.mark.parametrize("name", ["sqa_foldoc", "sqa_pkg", "niah_single"])
+def test_a_shorter_example_keeps_its_evidence(place, tokenizer, name):
+    example, *others = load_examples(place.data, "eval")[name]
+    resized = resize(tokenizer, example, 170, others)
+    answer = tokenizer.decode(example.ids[example.prompt_end : -1])
+    assert answer in tokenizer.decode(resized.ids[: resized.prompt_end])
+
+
+# Workers
+
+
+JOB, NEXT = Job("first", "train"), Job("second", "train", needs=("first",))
+
+
+@pytest.fixture
+def output(tmp_path):
+    for name in ("jobs", "failed", "adapters", "claims"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def finish(output, job, seconds=1.0):
+    write_result(output, job.name, {"job": asdict(job), "seconds": seconds, "log": [{"step": 100}]})
+
+
+LATER = float("inf")
+
+
+def test_a_worker_takes_the_first_job_and_claims_it(output):
+    assert run._next(output, [JOB, NEXT], LATER) == JOB
+    assert (output / "claims" / "first").exists()
+
+
+def test_a_finished_job_is_not_run_again(output):
+    finish(output, JOB)
+    assert run._next(output, [JOB], LATER) is None
+
+
+def test_a_worker_waits_for_what_another_computes(output):
+    run._next(output, [JOB, NEXT], LATER)
+    assert run._next(output, [JOB, NEXT], LATER) == run.WAIT
+    finish(output, JOB)
+    assert run._next(output, [JOB, NEXT], LATER) == NEXT
+
+
+def test_nobody_waits_for_a_job_that_failed(output):
+    run._next(output, [JOB, NEXT], LATER)
+    (output / "failed" / "first.txt").touch()
+    assert run._next(output, [JOB, NEXT], LATER) is None
+
+
+def test_no_job_starts_that_outlasts_the_deadline(output):
+    finish(output, JOB, seconds=100)  # a second a step: the next takes 300
+    assert run._next(output, [JOB, NEXT], time.time() + 299) is None
+    assert run._next(output, [JOB, NEXT], time.time() + 310) == NEXT
+
+
+def test_a_failure_is_kept_and_the_next_job_runs(output, place, monkeypatch):
+    ran = []
+
+    def fail_first(job, place):
+        ran.append(job.name)
+        if job.name == "first":
+            raise ValueError("no luck")
+        return {"log": [{"step": 1}]}
+
+    monkeypatch.setattr(run, "run_job", fail_first)
+    run.work(replace(place, output=output), [JOB, Job("other", "train")], LATER)
+    assert ran == ["first", "other"]
+    assert "no luck" in (output / "failed" / "first.txt").read_text()
+    assert (output / "jobs" / "other.json").exists()
+
+
+def test_every_job_has_a_name_of_its_own_and_needs_only_earlier_ones():
+    seen = set()
+    for job in all_jobs():
+        assert job.name not in seen
+        assert set(job.needs) <= seen, job.name
+        seen.add(job.name)

@@ -22,6 +22,7 @@ from elastic_kernels.routed_attention import (
     forward,
     forward_hopper,
 )
+from elastic_kernels.routed_attention.counterfactual import SampledTiles
 from elastic_kernels.routed_decode import forward as decode
 from elastic_kernels.router import forward as router
 
@@ -121,6 +122,7 @@ SELECTION = [(selection, "_block_selection_kernel")]
 DECODE = [(decode, "_routed_decode_fwd_kernel"), (decode, "_routed_decode_combine_kernel")]
 ROUTER = [(router, "_task_mlp_kernel"), (router, "_router_mlp_kernel")]
 START = torch.zeros(2, dtype=torch.int64)
+SAMPLED = SampledTiles(torch.zeros(2, 2, 4, dtype=torch.bool), 4)
 LAUNCHES = [
     (PORTABLE, attention(torch.bfloat16, 128, forward.routed_attention_forward, xa_block=128)),
     (BACKWARD, attention(torch.bfloat16, 128, backward.routed_attention_backward, xa_block=128)),
@@ -133,10 +135,18 @@ FURTHER = {
         (PORTABLE, attention(torch.float32, 128, forward.routed_attention_forward, start=START)),
         (PORTABLE, attention(torch.float16, 256, forward.routed_attention_forward, softcap=50.0)),
         (BACKWARD, attention(torch.float16, 64, backward.routed_attention_backward, softcap=50.0)),
+        (PORTABLE, attention(torch.bfloat16, 64, forward.routed_attention_forward, sampled=SAMPLED)),
+        (BACKWARD, attention(torch.bfloat16, 128, backward.routed_attention_backward, sampled=SAMPLED)),
     ],
     89: [(BACKWARD, attention(torch.float32, 256, backward.routed_attention_backward))],
     90: [
         (HOPPER, attention(torch.bfloat16, 128, forward_hopper.routed_attention_forward_hopper)),
+        (
+            HOPPER,
+            attention(
+                torch.bfloat16, 128, forward_hopper.routed_attention_forward_hopper, xa_block=128, sampled=SAMPLED
+            ),
+        ),
         (
             HOPPER,
             attention(torch.float16, 64, forward_hopper.routed_attention_forward_hopper, xa_block=128, start=START),

@@ -140,6 +140,16 @@ def locate_tile(
 
 
 @triton.jit
+def is_sampled(
+    sampled_ptr, sequence, kv_head, tile, num_kv_heads, sample_tiles, BLOCK_M: tl.constexpr, SAMPLE_TILE: tl.constexpr
+):  # fmt: skip
+    """Whether a tile of `BLOCK_M` queries is part of a sampled one of `SAMPLE_TILE`, of `sample_tiles` a sequence."""
+    place = tile * BLOCK_M // SAMPLE_TILE
+    head = sampled_ptr + (sequence * num_kv_heads + kv_head).to(tl.int64) * sample_tiles
+    return tl.load(head + place, mask=place < sample_tiles, other=0) != 0
+
+
+@triton.jit
 def soft_cap(scores, cap):
     """`cap * tanh(scores / cap)`, through one exponential that cannot overflow."""
     e = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / cap))

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from .._launch import MAX_INT32, empty_outputs, pair_modes
+from .counterfactual import launch_arguments
 
 
 class PrefillLaunch(NamedTuple):
@@ -22,9 +23,12 @@ class PrefillLaunch(NamedTuple):
 
 def prepare_prefill(
     query, key, gate, *, mode_pair, sink_size, window_size, start, cu_seqlens, kept_blocks, sinks, scale, with_lse,
-    block_m,
+    sampled, block_m,
 ) -> PrefillLaunch:  # fmt: skip
-    """One program for every tile of `block_m` queries of every query head; other arguments as `routed_attention`."""
+    """One program for every tile of `block_m` queries of every query head; other arguments as `routed_attention`.
+
+    Of `sampled` tiles only, where they are given, is anything written.
+    """
     batch, num_heads, q_length, _ = query.shape
     _, num_kv_heads, k_length, _ = key.shape
     packed = cu_seqlens is not None
@@ -36,16 +40,17 @@ def prepare_prefill(
     if kept_blocks is not None:
         indices, counts, xa_block = kept_blocks.indices, kept_blocks.counts, kept_blocks.block_size
         list_rows, list_columns = indices.shape[2:]
+    mask, sample_tiles, tile = launch_arguments(sampled)
     out, lse = empty_outputs(query, with_lse)
     retrieval_mode, sparse_mode = pair_modes(mode_pair)
     return PrefillLaunch(
         out,
         lse,
         grid=(tiles * num_heads,),
-        pointers=(gate, start, cu_seqlens, indices, counts, sinks, out, out if lse is None else lse),
+        pointers=(gate, start, cu_seqlens, indices, counts, sinks, mask, out, out if lse is None else lse),
         strides=(*gate.stride(), *out.stride()[:3], num_heads * q_length, q_length),
         sizes=(
-            sequences, num_kv_heads, q_length, k_length, list_rows, list_columns,
+            sequences, num_kv_heads, q_length, k_length, list_rows, list_columns, sample_tiles,
             min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale,
         ),
         constants={
@@ -57,6 +62,7 @@ def prepare_prefill(
             "HAS_SINKS": sinks is not None,
             "STORE_LSE": with_lse,
             "XA_BLOCK": xa_block,
+            "SAMPLE_TILE": tile,
             "BLOCK_G": triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
         },
     )  # fmt: skip

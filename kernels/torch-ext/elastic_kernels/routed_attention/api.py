@@ -17,6 +17,7 @@ from .._validation import (
 )
 from ..block_selection import KeptBlocks
 from .autograd import differentiable
+from .counterfactual import sample_tiles
 from .dispatch import choose_implementation
 from .reference import routed_attention_reference
 
@@ -39,6 +40,8 @@ def routed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    counterfactual_fraction: float = 1.0,
+    counterfactual_noise: Tensor | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -62,6 +65,10 @@ def routed_attention(
         softcap: scores become `softcap * tanh(scores / softcap)` before masking.
         sinks: floating point `[Hq]`, a logit per head that joins the softmax's denominator and has no value.
         scale: factor of the scores, `D ** -0.5` by default.
+        counterfactual_fraction: share `1 / n` of tiles of 128 queries for which the mode that a head does not run is
+            computed where the gate needs a gradient, which is then an unbiased estimate; 1 = all.
+        counterfactual_noise: float32 `[N, Hkv, U]` in [0, 1), the sample at a fraction below 1: tile `floor(n * u)` of
+            every `n` tiles from a sequence's first query on; U is at least Q / (128 n), rounded up.
         return_lse: also return the log of the softmax's denominator.
         implementation: None to choose, or `"reference"` (plain torch, any device), `"triton"` or `"hopper"` (fused
             kernels); a named one never gives way to another.
@@ -77,7 +84,8 @@ def routed_attention(
     Numerics:
         Scores, softmax and sums in float32 (float64 for float64 inputs). Query, key, value and sinks receive gradients
         through the selected mode only; a float gate receives the inner product of the output's gradient with the
-        sparse minus the retrieval output, summed over its query heads, its sequence's tokens and the dimensions.
+        sparse minus the retrieval output, summed over its query heads, its sequence's tokens and the dimensions; of
+        sampled tiles it is `n` times the sum over these.
     """
     if mode_pair not in MODE_PAIRS:
         raise ValueError(f"`mode_pair` must be one of {', '.join(MODE_PAIRS)}, got {mode_pair!r}.")
@@ -97,6 +105,7 @@ def routed_attention(
         raise ValueError(f"`gate` must be bool, integer or floating point, got {gate.dtype}.")
     _check_kept_blocks(kept_blocks, mode_pair, sequences, query, key)
     check_scores(softcap, sinks, query)
+    sampled = sample_tiles(counterfactual_fraction, counterfactual_noise, gate, query.shape[2])
     start, cu_seqlens, sinks = contiguous(start, cu_seqlens, sinks)
     kept_blocks = None if kept_blocks is None else kept_blocks.contiguous()
     options: dict[str, Any] = {
@@ -117,9 +126,10 @@ def routed_attention(
         return routed_attention_op(query, key, value, gate, **options)
     chosen = choose_implementation(implementation, query, key, value, kept_blocks=kept_blocks, softcap=softcap)
     if chosen == "reference":
-        output, lse = routed_attention_reference(query, key, value, gate, **options)
+        output, lse = routed_attention_reference(query, key, value, gate, sampled=sampled, **options)
     else:
-        output, lse = differentiable(_launcher(chosen), query, key, value, gate, with_lse=return_lse, **options)
+        options |= {"with_lse": return_lse, "sampled": sampled}
+        output, lse = differentiable(_launcher(chosen), query, key, value, gate, **options)
     return (output, lse) if return_lse else output
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .counterfactual import SampledTiles
+
 
 def differentiable(
     forward: Callable[..., tuple[Tensor, Tensor | None]],
@@ -17,6 +19,7 @@ def differentiable(
     *,
     sinks: Tensor | None,
     with_lse: bool,
+    sampled: SampledTiles | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs a fused forward such that its output has gradients where an input requires them.
@@ -24,6 +27,7 @@ def differentiable(
     Args:
         forward: launcher of a fused forward.
         query, key, value, gate, sinks, options: what it takes, as `routed_attention`.
+        sampled: the tiles of queries that the gate's gradient is estimated from; None = all.
         with_lse: whether the caller reads the log-denominator.
 
     Returns:
@@ -31,7 +35,7 @@ def differentiable(
     """
     inputs = (query, key, value, gate, sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _RoutedAttention.apply(*inputs, forward, options)
+        return _RoutedAttention.apply(*inputs, forward, sampled, options)
     return forward(query, key, value, gate, sinks=sinks, with_lse=with_lse, **options)
 
 
@@ -44,12 +48,12 @@ class _RoutedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, gate, sinks, forward, options):
+    def forward(ctx, query, key, value, gate, sinks, forward, sampled, options):
         output, lse = forward(query, key, value, gate, sinks=sinks, **options)
         ctx.save_for_backward(query, key, value, gate, sinks, output, lse)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        ctx.forward, ctx.options = forward, options
+        ctx.forward, ctx.sampled, ctx.options = forward, sampled, options
         return output, lse
 
     @staticmethod
@@ -58,8 +62,10 @@ class _RoutedAttention(torch.autograd.Function):
         from .backward import routed_attention_backward
 
         if grad_output is None:
-            return (None,) * 7
+            return (None,) * 8
         *inputs, output, lse = ctx.saved_tensors
         needs = ctx.needs_input_grad[: len(inputs)]
-        grads = routed_attention_backward(grad_output, inputs, (output, lse), needs, ctx.forward, **ctx.options)
-        return *grads, None, None
+        grads = routed_attention_backward(
+            grad_output, inputs, (output, lse), needs, ctx.forward, ctx.sampled, **ctx.options
+        )
+        return *grads, None, None, None

@@ -101,7 +101,7 @@ def prepare_backward(
     )  # fmt: skip
 
 
-def routed_attention_backward(grad_output, inputs, results, needs, forward, **options):
+def routed_attention_backward(grad_output, inputs, results, needs, forward, sampled=None, **options):
     """Launches the kernels that the wanted gradients need.
 
     Args:
@@ -110,6 +110,7 @@ def routed_attention_backward(grad_output, inputs, results, needs, forward, **op
         results: the output `[B, Hq, Q, D]` and the log-sum-exp `[B, Hq, Q]` that the forward returned.
         needs: whether each of the inputs needs a gradient.
         forward: the launcher of the forward, for the output of the mode that each head did not run.
+        sampled: the tiles of queries that the gate's gradient is estimated from; None = all.
         options: the other arguments of `forward`.
 
     Returns:
@@ -123,8 +124,8 @@ def routed_attention_backward(grad_output, inputs, results, needs, forward, **op
     )
     grad_query = grad_key = grad_value = grad_sinks = other = None
     if needs[3]:
-        other, _ = forward(query, key, value, gate == 0, sinks=sinks, with_lse=False, **options)
-    delta, grad_gate = launch_delta(grad_output, output, other, gate, k_length=key.shape[2], **where)
+        other, _ = forward(query, key, value, gate == 0, sinks=sinks, with_lse=False, sampled=sampled, **options)
+    delta, grad_gate = launch_delta(grad_output, output, other, gate, sampled=sampled, k_length=key.shape[2], **where)
     del other
     launch = prepare_backward(query, key, value, grad_output, lse * math.log2(math.e), delta, gate, **options)
     if needs[0]:

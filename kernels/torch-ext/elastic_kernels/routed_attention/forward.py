@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .._launch import compute_capability, is_interpreting, on_device
-from .._primitives import head_limits, head_mode, key_ranges, locate_tile, masked_key, soft_cap
+from .._primitives import head_limits, head_mode, is_sampled, key_ranges, locate_tile, masked_key, soft_cap
 from ._prefill import prepare_prefill
 from .configs import INTERPRETER, prefill_config
 
@@ -81,15 +81,15 @@ def _attend(
 
 @triton.jit
 def _routed_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, gate_ptr, start_ptr, cu_seqlens_ptr, list_ptr, count_ptr, sinks_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_qq, stride_kb, stride_kh, stride_kk, stride_vb, stride_vh, stride_vk,
+    q_ptr, k_ptr, v_ptr, gate_ptr, start_ptr, cu_seqlens_ptr, list_ptr, count_ptr, sinks_ptr, sampled_ptr, out_ptr,
+    lse_ptr, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh, stride_kk, stride_vb, stride_vh, stride_vk,
     stride_gn, stride_gh, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh,
-    num_sequences, num_kv_heads, q_length, k_length, list_rows, list_columns,
+    num_sequences, num_kv_heads, q_length, k_length, list_rows, list_columns, sample_tiles,
     sink_size, window_size, scale, softcap,
     RETRIEVAL_MODE: tl.constexpr, SPARSE_MODE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_START: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    STORE_LSE: tl.constexpr, XA_BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    STORE_LSE: tl.constexpr, XA_BLOCK: tl.constexpr, SAMPLE_TILE: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, row, head, tile, base, length, num_queries, q_base = locate_tile(
         tl.arange(0, BLOCK_G), gate_ptr, start_ptr, cu_seqlens_ptr, stride_gn, stride_gh, num_sequences, num_kv_heads,
@@ -110,6 +110,9 @@ def _routed_attention_fwd_kernel(
         tl.store(out_padded, zeros, mask=padded[:, None] & (offs_d < HEAD_DIM)[None, :])
         if STORE_LSE:
             tl.store(lse_head + offs_m, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padded)
+    if SAMPLE_TILE > 0:
+        sampled = is_sampled(sampled_ptr, sequence, kv_head, tile, num_kv_heads, sample_tiles, BLOCK_M, SAMPLE_TILE)
+        num_queries = tl.where(sampled, num_queries, 0)
     if tile * BLOCK_M >= num_queries:
         return
 
@@ -189,6 +192,7 @@ def routed_attention_forward(
     sinks=None,
     scale,
     with_lse=True,
+    sampled=None,
 ):
     """Launches the kernel; arguments as `routed_attention`, which validates them.
 
@@ -205,7 +209,7 @@ def routed_attention_forward(
     launch = prepare_prefill(
         query, key, gate, mode_pair=mode_pair, sink_size=sink_size, window_size=window_size, start=start,
         cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, with_lse=with_lse,
-        block_m=block_m,
+        sampled=sampled, block_m=block_m,
     )  # fmt: skip
     with on_device(query):
         _routed_attention_fwd_kernel[launch.grid](

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._launch import compute_capability, on_device
-from .._primitives import head_limits, head_mode, key_ranges, locate_tile, masked_key
+from .._primitives import head_limits, head_mode, is_sampled, key_ranges, locate_tile, masked_key
 from ._hopper_softmax import lane_sums, rescale, settled, softmax
 from ._prefill import prepare_prefill
 
@@ -211,12 +211,13 @@ def _store_padding(
 
 @gluon.jit
 def _routed_attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, gate_ptr, start_ptr, cu_seqlens_ptr, list_ptr, count_ptr, sinks_ptr, out_ptr, lse_ptr,
-    stride_gn, stride_gh, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh,
-    num_sequences, num_kv_heads, q_length, k_length, list_rows, list_columns, sink_size, window_size, scale,
+    q_desc, k_desc, v_desc, gate_ptr, start_ptr, cu_seqlens_ptr, list_ptr, count_ptr, sinks_ptr, sampled_ptr, out_ptr,
+    lse_ptr, stride_gn, stride_gh, stride_ob, stride_oh, stride_oq, stride_lb, stride_lh,
+    num_sequences, num_kv_heads, q_length, k_length, list_rows, list_columns, sample_tiles,
+    sink_size, window_size, scale,
     RETRIEVAL_MODE: gl.constexpr, SPARSE_MODE: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
     HAS_CU_SEQLENS: gl.constexpr, HAS_SINKS: gl.constexpr, STORE_LSE: gl.constexpr, XA_BLOCK: gl.constexpr,
-    BLOCK_G: gl.constexpr, STORED: gl.constexpr,
+    SAMPLE_TILE: gl.constexpr, BLOCK_G: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_M: gl.constexpr = _GROUPS * ROWS
@@ -237,6 +238,9 @@ def _routed_attention_fwd_hopper_kernel(
     streaming, block_sparse = head_mode(gate, RETRIEVAL_MODE, SPARSE_MODE)
     sink, window = head_limits(streaming, sink_size, window_size)
     num_rows = num_queries - tile * BLOCK_M
+    if SAMPLE_TILE > 0:
+        sampled = is_sampled(sampled_ptr, sequence, kv_head, tile, num_kv_heads, sample_tiles, BLOCK_M, SAMPLE_TILE)
+        num_rows = gl.where(sampled, num_rows, 0)
     first_query = length - num_queries + tile * BLOCK_M
     last_query = gl.minimum(first_query + BLOCK_M, length) - 1
     num_sink, num_low, window_begin, free_begin, free_end, num_masked = key_ranges(
@@ -342,6 +346,7 @@ def routed_attention_forward_hopper(
     sinks=None,
     scale,
     with_lse=True,
+    sampled=None,
 ):
     """Launches the kernel; arguments as `routed_attention`, which validates them, within what `supports` allows.
 
@@ -351,7 +356,7 @@ def routed_attention_forward_hopper(
     launch = prepare_prefill(
         query, key, gate, mode_pair=mode_pair, sink_size=sink_size, window_size=window_size, start=start,
         cu_seqlens=cu_seqlens, kept_blocks=kept_blocks, sinks=sinks, scale=scale, with_lse=with_lse,
-        block_m=BLOCK_M,
+        sampled=sampled, block_m=BLOCK_M,
     )  # fmt: skip
     lanes = query.shape[3] // 8
     with on_device(query):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._sequences import split_sequences
 from ..block_selection.kept_blocks import KeptBlocks
+from .counterfactual import SampledTiles, token_weights
 from .mix import mix_by_gate
 
 
@@ -177,6 +178,7 @@ def routed_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    sampled: SampledTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both modes of the pair for every head, and for each head the output that its gate selects.
 
@@ -194,7 +196,8 @@ def routed_attention_reference(
     (retrieval, retrieval_lse), (sparse, sparse_lse) = (
         attend(query, key, value, **own, **common) for attend, own in attentions
     )
-    output = mix_by_gate(gate, retrieval, sparse, cu_seqlens)
+    weights = None if sampled is None else token_weights(sampled, query, key.shape[2], start, cu_seqlens)
+    output = mix_by_gate(gate, retrieval, sparse, cu_seqlens, weights)
     lse = mix_by_gate(gate.bool(), retrieval_lse[..., None], sparse_lse[..., None], cu_seqlens)
     return output, lse.squeeze(-1).detach()
 

@@ -71,6 +71,7 @@ class ElasticRoute:
         sequences: the sequences of a pass that holds prompts; `None` for queries that continue one.
         record: filled by a pass that holds prompts.
         memory: the cache layer that holds the tokens before these; `None` without a cache.
+        counterfactual: `counterfactual_fraction` and `counterfactual_noise` of `elastic_kernels.routed_attention`.
     """
 
     gate: torch.Tensor
@@ -80,6 +81,7 @@ class ElasticRoute:
     sequences: Sequences | None = None
     record: RoutingRecord | None = None
     memory: RoutingMemory | None = None
+    counterfactual: tuple[float, torch.Tensor | None] = (1.0, None)
 
     def attend(self, module, query, key, value, attention_mask, **kwargs):
         """Mixes the two modes; see `elastic_attention_forward`."""
@@ -114,6 +116,7 @@ class ElasticRoute:
             run_full=lambda: base(module, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2),
             sizes={"sink_size": self.config.sink_size, "window_size": self.config.window_size},
             scores=scores,
+            counterfactual=(self.counterfactual[0], _to(self.counterfactual[1], query.device)),
         )
         # The layers of one model may lie on several devices.
         where = {"start": _to(self.start, query.device)}

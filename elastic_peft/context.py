@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .counterfactual import check_fraction
 from .sequences import Sequences
 from .sparsity import model_sparsity, streaming_sparsity
 
@@ -22,6 +23,8 @@ class RoutingTape:
     Args:
         temperature: Gumbel-softmax temperature, positive.
         seeds: one noise seed per sequence of this forward pass; `None` draws them from torch's default generator.
+        counterfactual_fraction: share of queries for which the mode that a head does not run is computed, for the
+            gates' gradients; 1 over an integer, see `elastic_kernels.routed_attention`.
 
     Attributes:
         gates: layer index to `[N, H]`; float32, 1.0 = sparse, and differentiable where decisions were sampled, else
@@ -29,14 +32,18 @@ class RoutingTape:
         lengths: int64 `[N]`, valid tokens of each sequence; `None` before the forward pass.
 
     Raises:
-        ValueError: `temperature` is not positive.
+        ValueError: `temperature` is not positive, or `counterfactual_fraction` not 1 over an integer.
     """
 
-    def __init__(self, temperature: float = 1.0, seeds: Sequence[int] | None = None):
+    def __init__(
+        self, temperature: float = 1.0, seeds: Sequence[int] | None = None, counterfactual_fraction: float = 1.0
+    ):
         if not temperature > 0:
             raise ValueError(f"`temperature` must be positive, got {temperature}.")
+        check_fraction(counterfactual_fraction)
         self.temperature = temperature
         self.seeds = seeds
+        self.counterfactual_fraction = counterfactual_fraction
         self.gates: dict[int, torch.Tensor] = {}
         self.lengths: torch.Tensor | None = None
 
@@ -142,6 +149,7 @@ class ForwardState:
         sampling: sample decisions (training) instead of taking the most likely ones.
         tape: collects the gates of a training step.
         noise: layer index to uniform noise `[N, H, 2]`, when sampling.
+        counterfactual_noise: layer index to noise `[N, H, strata]`, when sampling at a fraction below 1.
         forced: layer index to bool `[N or 1, H]`, when decisions are given.
         record: the record that this pass fills.
         pooled: layer index to pooled keys, filled while standardisation is calibrated.
@@ -152,12 +160,19 @@ class ForwardState:
     sampling: bool = False
     tape: RoutingTape | None = None
     noise: dict[int, torch.Tensor] | None = None
+    counterfactual_noise: dict[int, torch.Tensor] | None = None
     forced: dict[int, torch.Tensor] | None = None
     record: RoutingRecord | None = None
     pooled: dict[int, torch.Tensor] | None = None
     keeps_keys: bool = False
     #: (Pool size, device) to (positions, valid): the same for every layer there, so worked out once.
     pooling: dict[tuple[int | None, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def counterfactual(self, index: int) -> tuple[float, torch.Tensor | None]:
+        """`counterfactual_fraction` and `counterfactual_noise` of a layer's `routed_attention`."""
+        if self.tape is None or self.counterfactual_noise is None:
+            return 1.0, None
+        return self.tape.counterfactual_fraction, self.counterfactual_noise[index]
 
 
 class DecoderScope:

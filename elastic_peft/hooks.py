@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .context import ForwardState, RoutingRecord, RoutingTape, decoder_scope, forced_by_layer
+from .counterfactual import counterfactual_noise
 from .gating import uniform_noise
 from .layer import ElasticLayer
 from .sequences import find_sequences
@@ -62,7 +63,7 @@ def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, ela
         state.forced = forced_by_layer(scope.forced[-1], heads, lengths.shape[0])
     elif decoder.training:
         state.sampling = True
-        state.noise = _noise(state.tape, lengths.shape[0], heads)
+        _draw_noise(state, state.tape, inputs.shape[1], lengths.shape[0], heads)
     state.pooled = scope.pooled
     state.keeps_keys = scope.keeps_keys
 
@@ -82,14 +83,20 @@ def keep_record(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output:
         decoder_scope(decoder).record = state.record
 
 
-def _noise(tape: RoutingTape, num_sequences: int, heads: dict[int, int]) -> dict[int, torch.Tensor]:
-    seeds = tape.seeds
+def _draw_noise(
+    state: ForwardState, tape: RoutingTape, length: int, num_sequences: int, heads: dict[int, int]
+) -> None:
+    """Noise of a pass that samples its decisions, for `num_sequences` in rows of `length` columns."""
+    seeds, fraction = tape.seeds, tape.counterfactual_fraction
     if seeds is None:
         seeds = torch.randint(2**63 - 1, (num_sequences,)).tolist()
     if len(seeds) != num_sequences:
         raise ValueError(f"`seeds` must hold one seed for each of the {num_sequences} sequences, got {len(seeds)}.")
     indices = sorted(heads)
-    return dict(zip(indices, uniform_noise(seeds, [heads[index] for index in indices])))
+    counts = [heads[index] for index in indices]
+    state.noise = dict(zip(indices, uniform_noise(seeds, counts)))
+    if fraction < 1:
+        state.counterfactual_noise = dict(zip(indices, counterfactual_noise(seeds, counts, length, fraction)))
 
 
 def _cache(kwargs: dict[str, Any]) -> Any:

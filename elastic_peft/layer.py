@@ -162,7 +162,8 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
             frees_keys = streams and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
             memory = make_routing_memory(cache, index, frees_keys)
             memory.remember(gate.detach().bool(), sequences, config)
-        return ElasticRoute(gate, config, index, sequences.start, sequences, state.record, memory)
+        counterfactual = state.counterfactual(index)
+        return ElasticRoute(gate, config, index, sequences.start, sequences, state.record, memory, counterfactual)
 
     def _boundary_keys(self, attention, hidden_states, state, pool_size) -> tuple[torch.Tensor, torch.Tensor]:
         """Pre-rotary keys `[N, T, H, head_dim]` of each prompt's ends and which count; see `boundary_indices`."""

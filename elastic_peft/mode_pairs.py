@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from elastic_kernels import KeptBlocks
+from elastic_kernels.routed_attention.counterfactual import sample_tiles, token_weights
 from elastic_kernels.routed_attention.dispatch import choose_implementation
 from elastic_kernels.routed_attention.reference import block_sparse_attention, mix_by_gate, streaming_attention
 from elastic_kernels.routed_decode.api import MAX_QUERIES
@@ -25,6 +26,7 @@ class PairAttention:
         run_full: the model's own attention over all of them, `[B, Hq, Q, head_dim]`.
         sizes: `sink_size` and `window_size`.
         scores: `softcap`, `sinks` and `scale`.
+        counterfactual: `counterfactual_fraction` and `counterfactual_noise` of `routed_attention`.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class PairAttention:
         run_full: Callable[[], torch.Tensor],
         sizes: dict[str, Any],
         scores: dict[str, Any],
+        counterfactual: tuple[float, torch.Tensor | None] = (1.0, None),
     ):
         self.inputs = inputs
         self.sizes = sizes
         self.scores = scores
+        self.counterfactual = counterfactual
         self._run_full = run_full
         self._full: torch.Tensor | None = None
 
@@ -79,8 +83,12 @@ class PairAttention:
                 return out, operators.describe(implementation)
         implementation = choose_implementation(None, query, key, value, kept_blocks=kept_blocks, softcap=softcap)
         where: dict[str, Any] = {"start": start, "cu_seqlens": cu_seqlens}
+        fraction, noise = self.counterfactual
+        if noise is not None:  # a sequence may be cut into several segments, each with a row of the gate
+            noise = noise.repeat_interleave(len(gate) // len(noise), dim=0)
         if implementation != "reference":
             options: dict[str, Any] = {"kept_blocks": kept_blocks, "implementation": implementation}
+            options |= {"counterfactual_fraction": fraction, "counterfactual_noise": noise}
             out = operators.routed_attention(
                 query, key, value, gate, mode_pair="-".join(modes), **self.sizes, **where, **self.scores, **options
             )
@@ -94,4 +102,6 @@ class PairAttention:
             assert kept_blocks is not None
             return block_sparse_attention(query, key, value, kept_blocks=kept_blocks, **where, **self.scores)[0]
 
-        return mix_by_gate(gate, run(modes[0]), run(modes[1]), cu_seqlens), implementation
+        sampled = sample_tiles(fraction, noise, gate, query.shape[2])
+        weights = None if sampled is None else token_weights(sampled, query, key.shape[2], start, cu_seqlens)
+        return mix_by_gate(gate, run(modes[0]), run(modes[1]), cu_seqlens, weights), implementation

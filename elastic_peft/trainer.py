@@ -214,7 +214,7 @@ class ElasticSFTTrainer(SFTTrainer):
     def _training_tape(self, example_id: torch.Tensor) -> RoutingTape:
         step = self.state.global_step
         seeds = [example_seed(self.args.seed, step, example) for example in example_id.tolist()]
-        return RoutingTape(temperature=self._temperature(), seeds=seeds)
+        return RoutingTape(self._temperature(), seeds, self.args.counterfactual_fraction)
 
     def _temperature(self) -> float:
         args = self.args

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transformers import SchedulerType
 from trl import SFTConfig
 
+from .counterfactual import check_fraction
 from .gating import TEMPERATURE_SCHEDULES
 from .sparsity import SPARSITY_CONSTRAINTS
 
@@ -31,6 +32,9 @@ class ElasticSFTConfig(SFTConfig):
         temperature_end: final temperature, positive and at most `temperature_start`; left out, 0.3 for the exponential
             schedule and 1.0 for the cosine one.
         temperature_schedule: `"exponential"` or `"cosine"`, see `elastic_peft.gating.temperature`.
+        counterfactual_fraction: share of queries for which a head's other mode, which only the decisions' gradients
+            need, is computed; these are then unbiased estimates. 1 over an integer; see
+            `elastic_kernels.routed_attention`.
         calibration_batches: training batches of each process on which the standardisation of the routers' input is
             calibrated before the first step.
 
@@ -67,6 +71,13 @@ class ElasticSFTConfig(SFTConfig):
     temperature_schedule: str = field(
         default="exponential",
         metadata={"help": "How the temperature falls.", "choices": list(TEMPERATURE_SCHEDULES)},
+    )
+    counterfactual_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of queries for which a head's other mode is computed for the decisions' gradients: 1 over "
+            "an integer."
+        },
     )
     calibration_batches: int = field(
         default=8,
@@ -111,6 +122,7 @@ class ElasticSFTConfig(SFTConfig):
                 f"`temperature_end` must be positive and at most `temperature_start` ({self.temperature_start}), got "
                 f"{self.temperature_end}."
             )
+        check_fraction(self.counterfactual_fraction)
         if self.calibration_batches < 1:
             raise ValueError(f"`calibration_batches` must be at least 1, got {self.calibration_batches}.")
 

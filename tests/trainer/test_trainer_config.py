@@ -15,6 +15,7 @@ REFUSED = [
     ({"temperature_schedule": "linear"}, "`temperature_schedule` must be one of exponential, cosine"),
     ({"temperature_end": 0.0}, "`temperature_end` must be positive"),
     ({"temperature_start": 0.2}, r"at most `temperature_start` \(0.2\), got 0.3"),
+    ({"counterfactual_fraction": 0.3}, "`counterfactual_fraction` must be 1 / n .*got 0.3"),
     ({"calibration_batches": 0}, "`calibration_batches` must be at least 1, got 0"),
     ({"packing": True, "packing_strategy": "wrapped"}, "`packing_strategy` must be 'bfd'.*got 'wrapped'"),
     ({"packing": True, "packing_strategy": "bfd_split"}, "`packing_strategy` must be 'bfd'.*got 'bfd_split'"),
@@ -33,6 +34,7 @@ def make(tmp_path, **kwargs):
 def test_defaults_are_the_documented_ones(tmp_path):
     args = make(tmp_path)
     assert (args.router_learning_rate, args.multiplier_learning_rate) == (1e-3, 1e-2)
+    assert args.counterfactual_fraction == 1.0
     assert (args.sparsity_constraint, args.temperature_schedule) == ("absolute", "exponential")
     assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.1, 5.0)
     assert args.lr_scheduler_type == "cosine"
@@ -73,7 +75,7 @@ def test_checkpointing_options_without_use_reentrant_are_made_non_reentrant(tmp_
 def test_every_new_field_has_a_help_text():
     inherited = {field.name for field in dataclasses.fields(SFTConfig)}
     new = [field for field in dataclasses.fields(ElasticSFTConfig) if field.name not in inherited]
-    assert len(new) == 7
+    assert len(new) == 8
     assert all(field.metadata["help"] for field in new)
 
 

@@ -24,7 +24,7 @@ class Operator:
 
 
 PREFILL_TESTS = ("tests/ops/test_prefill_kernels.py",)
-TRAINING_TESTS = ("tests/ops/test_training_kernels.py",)
+TRAINING_TESTS = ("tests/ops/test_training_kernels.py", "tests/ops/test_counterfactual.py")
 
 OPERATORS = {
     "prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (2, 4, 8, 16, 32, 64, 128, 256))),

@@ -11,13 +11,16 @@ from inputs import SHAPES, SIZES, label, make_gate, make_inputs
 from torch import Tensor
 
 from elastic_kernels import routed_attention
+from elastic_kernels.routed_attention.counterfactual import num_strata
 
 
 SHARE = 0.75
+FRACTIONS = (0.25, 0.125)
 CONDITIONS = (
     f"B=1, {SHAPES}; forward and backward to query, key, value and decision; normal inputs; rounds alternate, median; "
     "dual: the named dense kernel and streaming attention (routed_attention with every head sparse) forward and "
-    "backward for all heads, mixed by the decision; dense: the named kernel alone, no decision"
+    "backward for all heads, mixed by the decision; dense: the named kernel alone, no decision; "
+    "counterfactual: the decision's gradient from the named share of queries, against that from all"
 )
 
 
@@ -39,7 +42,8 @@ def measure(length: int) -> Iterator[dict[str, Any]]:
     for name, attend in duals.items():
         require_agreement(name, attend(*inputs).detach(), expected)
     upstream = torch.randn_like(expected)
-    routed = {"ours": ours} | duals
+    sampled = {f"counterfactual{x:g}": functools.partial(ours, **sample(gate, length, x)) for x in FRACTIONS}
+    routed = {"ours": ours} | duals | sampled
     plain = {f"dense-{name}": kernel for name, kernel in kernels.items() if name != "fa2"}
     runs = {name: forward_and_backward(attend, [*inputs, gate], upstream) for name, attend in routed.items()}
     runs |= {name: forward_and_backward(attend, inputs, upstream) for name, attend in plain.items()}
@@ -49,6 +53,14 @@ def measure(length: int) -> Iterator[dict[str, Any]]:
     for name in [*duals, *plain]:
         fields = {"baseline_version": version} if name.endswith("fa4") else {}
         yield compare(f"train/{label(length)}/msr{SHARE:g}/{name}", times["ours"], name, times[name], **fields)
+    for name in sampled:
+        yield compare(f"train/{label(length)}/msr{SHARE:g}/{name}", times[name], "counterfactual1", times["ours"])
+
+
+def sample(gate: Tensor, length: int, fraction: float) -> dict[str, Any]:
+    """Options of `routed_attention` that draw a random share of the queries."""
+    noise = torch.rand(*gate.shape, num_strata(length, fraction), device=gate.device)
+    return {"counterfactual_fraction": fraction, "counterfactual_noise": noise}
 
 
 def dual_pass(query: Tensor, key: Tensor, value: Tensor, *, gate: Tensor, dense: Attention) -> Tensor:

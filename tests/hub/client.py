@@ -120,9 +120,10 @@ def load_operators(source, offline=False):
 
 
 def route_on(source):
-    """What computed a prompt on fused kernels, and its logits."""
+    """What computed a prompt on fused kernels, its logits, and those of the reference."""
     with operators_from(source):
         model = build_model()
+        expected = logits(model)
         with mock.patch("elastic_peft.mode_pairs.choose_implementation", return_value="triton"):
             computed = logits(model)
-        return elastic_peft.last_routing(model).implementation, computed
+        return elastic_peft.last_routing(model).implementation, computed, expected

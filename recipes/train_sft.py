@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, field, fields, make_dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from datasets import load_dataset
@@ -77,16 +78,18 @@ def parse_recipe(arguments: Sequence[str] | None = None) -> Recipe:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, saves the adapter and, with `push_to_hub`, pushes it; see the module's description and `--help`."""
+    """Trains, saves the adapter with its card and, with `push_to_hub`, pushes both; see `--help`."""
     recipe = parse_recipe(arguments)
     args = recipe.training
     push = args.push_to_hub
-    args.push_to_hub = False  # the trainer's own push would put a generic card on the Hub
+    args.push_to_hub = False  # the trainer would push a generic card
     trainer = build_trainer(recipe)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    if push and trainer.is_world_process_zero():
-        push_folder(args)
+    if trainer.is_world_process_zero():
+        write_card(args, args.hub_model_id)
+        if push:
+            push_adapter(args)
     trainer.accelerator.end_training()
 
 
@@ -113,22 +116,26 @@ def build_trainer(recipe: Recipe) -> ElasticSFTTrainer:
     )
 
 
-def push_folder(args: ElasticSFTConfig) -> str:
-    """Pushes the saved adapter with its card, as it lies in `output_dir`; returns the address of the commit.
+def write_card(args: ElasticSFTConfig, repo_id: str | None) -> None:
+    """Writes the card of the adapter in `output_dir`, which is loaded from `repo_id` or, without one, from there."""
+    render_card(args.output_dir, repo_id=repo_id).save(Path(args.output_dir, REPOCARD_NAME))
 
-    Weights are read from the files, which hold them whole where the model in memory is sharded.
-    """
+
+def push_adapter(args: ElasticSFTConfig) -> None:
+    """Pushes the adapter that was saved in `output_dir`: files hold its weights whole where the model is sharded."""
     api = HfApi(token=args.hub_token)
-    repo_id = args.hub_model_id or args.output_dir.rstrip("/").split("/")[-1]
-    repo_id = api.create_repo(repo_id, private=args.hub_private_repo, exist_ok=True).repo_id
-    render_card(args.output_dir, repo_id=repo_id).save(f"{args.output_dir}/{REPOCARD_NAME}")
-    return api.upload_folder(
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    repo_id = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id  # with the user's namespace
+    if args.hub_revision is not None:
+        api.create_branch(repo_id, branch=args.hub_revision, exist_ok=True)
+    write_card(args, repo_id)
+    api.upload_folder(
         repo_id=repo_id,
         folder_path=args.output_dir,
-        allow_patterns=["adapter_*", REPOCARD_NAME],
+        allow_patterns=["adapter_config.json", "adapter_model.safetensors", REPOCARD_NAME],
         revision=args.hub_revision,
         commit_message="Upload ELASTIC adapter",
-    ).commit_url
+    )
 
 
 if __name__ == "__main__":

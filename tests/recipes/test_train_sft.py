@@ -1,0 +1,224 @@
+"""`train_sft.py` from a recipe to a saved and pushed adapter, in one process and in two."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_sft
+import yaml
+from datasets import Dataset
+from hub.fake_hub import TOKEN, FakeHub
+from huggingface_hub import HfApi, constants
+from peft import PeftModel
+from safetensors.torch import load_file
+from trainer.tiny import T_VALUES, base_model, dataset, rows, tokenizer
+from transformers import AutoModelForCausalLM
+
+
+ROOT = Path(__file__).parents[2]
+LAUNCHED = Path(__file__).with_name("launched.py")
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A recipe for a tiny model, as a file."""
+    folder = tmp_path_factory.mktemp("recipe")
+    base_model().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    dataset(16).to_parquet(folder / "data" / "train.parquet")
+    fields = {
+        "model_name_or_path": str(folder / "model"),
+        "dataset_name": str(folder / "data"),
+        "sink_size": 2,
+        "window_size": 4,
+        "pool_size": 4,
+        "t_values": T_VALUES,
+        "max_steps": STEPS,
+        "max_length": 64,
+        "per_device_train_batch_size": 4,
+        "train_sampling_strategy": "sequential",
+        "calibration_batches": 2,
+        "router_learning_rate": 1e-2,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "save_steps": 1,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    file = folder / "tiny.yaml"
+    file.write_text(yaml.safe_dump(fields))
+    return file
+
+
+def train(recipe, output_dir, *options):
+    train_sft.main(["--config", str(recipe), "--output_dir", str(output_dir), *options])
+    return output_dir
+
+
+def launch(engine, recipe, output_dir, *options, dies_at_step=None):
+    """Trains in two processes, half of each batch in either."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--main_process_port=0"]
+    command += [
+        "--mixed_precision=no",
+        f"--config_file={ROOT / 'recipes' / 'accelerate' / engine}.yaml",
+        str(LAUNCHED),
+    ]
+    command += ["--config", str(recipe), "--output_dir", str(output_dir), "--per_device_train_batch_size", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "CI": "1"}
+    if dies_at_step is not None:
+        environment["DIES_AT_STEP"] = str(dies_at_step)
+    return subprocess.run(
+        [*command, *options], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def weights(output_dir):
+    return load_file(output_dir / "adapter_model.safetensors")
+
+
+def multipliers(output_dir):
+    return load_file(output_dir / f"checkpoint-{STEPS}" / "multipliers.safetensors")
+
+
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(recipe, tmp_path_factory):
+    return train(recipe, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def died(request, recipe, tmp_path_factory):
+    """An engine, the folder of a run in two processes of which one died in the third step, and how that ended."""
+    output_dir = tmp_path_factory.mktemp(request.param)
+    result = launch(request.param, recipe, output_dir, dies_at_step=2)
+    return request.param, output_dir, result, (output_dir / "adapter_model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def together(died, recipe):
+    """What the same engine made of that run's last checkpoint."""
+    engine, output_dir, *_ = died
+    result = launch(engine, recipe, output_dir, "--resume_from_checkpoint", str(output_dir / "checkpoint-2"))
+    assert result.returncode == 0, result.stderr[-4000:]
+    return output_dir
+
+
+def test_adapter_is_routers_for_the_base_model(alone, recipe):
+    assert all(".router." in name for name in weights(alone))
+    base = AutoModelForCausalLM.from_pretrained(recipe.parent / "model")
+    config = PeftModel.from_pretrained(base, alone).peft_config["default"]
+    assert (config.window_size, config.t_values, config.task_type) == (4, T_VALUES, "CAUSAL_LM")
+
+
+def test_routers_learn(alone):
+    first, last = (load_file(alone / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (1, STEPS))
+    name = next(name for name in first if name.endswith("elastic_router_out.weight"))
+    assert (first[name] - last[name]).abs().max() > 1e-3
+
+
+def test_card_is_the_adapter_s(alone):
+    assert "tags:\n- transformers\n- elastic-attention" in (alone / "README.md").read_text()
+
+
+def test_same_seed_gives_the_same_routers(alone, recipe, tmp_path):
+    torch.testing.assert_close(weights(train(recipe, tmp_path)), weights(alone), atol=0, rtol=0)
+
+
+def test_another_seed_gives_other_routers(alone, recipe, tmp_path):
+    other = weights(train(recipe, tmp_path, "--seed", "7", "--max_steps", "1"))
+    name = next(name for name in other if name.endswith("elastic_task_up.weight"))
+    assert not torch.equal(other[name], weights(alone)[name])
+
+
+def test_resumed_run_equals_the_straight_one(alone, recipe, tmp_path):
+    resumed = train(recipe, tmp_path, "--resume_from_checkpoint", str(alone / "checkpoint-2"))
+    torch.testing.assert_close(weights(resumed), weights(alone), atol=0, rtol=0)
+    torch.testing.assert_close(multipliers(resumed), multipliers(alone), atol=0, rtol=0)
+
+
+def test_packed_rows_hold_several_tasks(recipe, tmp_path):
+    messages = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+            "task": row["task"],
+            "source": "test",
+            "tokens": 0,
+        }
+        for row in rows(8)
+    ]
+    Dataset.from_list(messages).to_parquet(tmp_path / "train.parquet")
+    parsed = train_sft.parse_recipe(
+        ["--config", str(recipe), "--output_dir", str(tmp_path), "--dataset_name", str(tmp_path), "--packing"]
+    )
+    packed = train_sft.build_trainer(parsed).train_dataset
+    assert sorted(example for row in packed for example in row["example_id"]) == list(range(8))
+    assert any(len(set(row["task_id"])) == 2 for row in packed)
+
+
+def test_evaluation_takes_the_test_split(recipe, tmp_path):
+    for split in ("train", "test"):
+        dataset(4, seed=len(split)).to_parquet(tmp_path / f"{split}.parquet")
+    parsed = train_sft.parse_recipe(
+        ["--config", str(recipe), "--output_dir", str(tmp_path), "--dataset_name", str(tmp_path)]
+        + ["--eval_strategy", "steps"]
+    )
+    assert len(train_sft.build_trainer(parsed).eval_dataset) == 4
+
+
+# Two processes
+
+
+def test_a_process_that_dies_ends_the_run_with_an_error(died):
+    _, _, result, has_adapter = died
+    assert result.returncode != 0
+    assert "exitcode  : 3" in result.stderr
+    assert not has_adapter
+
+
+def test_fsdp2_shards_the_model(died):
+    engine, output_dir, *_ = died
+    assert (output_dir / "checkpoint-2" / "pytorch_model_fsdp.bin").exists() == (engine == "fsdp2")
+
+
+def test_two_processes_end_where_one_does(alone, together):
+    assert_close(weights(together), weights(alone))
+
+
+def test_two_processes_ascend_the_same_multipliers(alone, together):
+    assert_close(multipliers(together), multipliers(alone))
+
+
+def test_adapter_is_saved_once_and_whole(alone, together):
+    assert {path.name for path in together.iterdir()} == {path.name for path in alone.iterdir()}
+    assert {name: tensor.shape for name, tensor in weights(together).items()} == {
+        name: tensor.shape for name, tensor in weights(alone).items()
+    }
+
+
+# The Hub
+
+
+def test_push_is_one_commit_with_the_card(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with FakeHub() as hub:
+        monkeypatch.setattr(train_sft, "HfApi", lambda token: HfApi(hub.url, token=TOKEN))
+        train(recipe, tmp_path, "--push_to_hub", "--hub_model_id", "user/trained", "--max_steps", "1")
+        repo = hub.repos["user/trained"]
+        assert list(repo.messages.values())[1:] == ["Upload ELASTIC adapter"]
+        assert set(repo.commits[repo.find("main")]) - {".gitattributes"} == {
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+    assert 'PeftModel.from_pretrained(base, "user/trained")' in (tmp_path / "README.md").read_text()

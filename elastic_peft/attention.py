@@ -116,7 +116,7 @@ class ElasticRoute:
             run_full=lambda: base(module, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2),
             sizes={"sink_size": self.config.sink_size, "window_size": self.config.window_size},
             scores=scores,
-            counterfactual=(self.counterfactual[0], _to(self.counterfactual[1], query.device)),
+            counterfactual=self.counterfactual,
         )
         # The layers of one model may lie on several devices.
         where = {"start": _to(self.start, query.device)}

@@ -168,11 +168,11 @@ class ForwardState:
     #: (Pool size, device) to (positions, valid): the same for every layer there, so worked out once.
     pooling: dict[tuple[int | None, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def counterfactual(self, index: int) -> tuple[float, torch.Tensor | None]:
-        """`counterfactual_fraction` and `counterfactual_noise` of a layer's `routed_attention`."""
+    def counterfactual(self, index: int, device: torch.device) -> tuple[float, torch.Tensor | None]:
+        """`counterfactual_fraction` and `counterfactual_noise` of a layer's `routed_attention`, without a wait."""
         if self.tape is None or self.counterfactual_noise is None:
             return 1.0, None
-        return self.tape.counterfactual_fraction, self.counterfactual_noise[index]
+        return self.tape.counterfactual_fraction, self.counterfactual_noise[index].to(device, non_blocking=True)
 
 
 class DecoderScope:

@@ -162,7 +162,7 @@ class ElasticLayer(nn.Module, BaseTunerLayer):
             frees_keys = streams and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
             memory = make_routing_memory(cache, index, frees_keys)
             memory.remember(gate.detach().bool(), sequences, config)
-        counterfactual = state.counterfactual(index)
+        counterfactual = state.counterfactual(index, gate.device)
         return ElasticRoute(gate, config, index, sequences.start, sequences, state.record, memory, counterfactual)
 
     def _boundary_keys(self, attention, hidden_states, state, pool_size) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,7 +40,8 @@ def main(implementations):
         routed_attention(*cuda_qkv(length=LENGTH, batch=2), gate.expand(2, -1), **padded, **options)
         routed_attention(*cuda_qkv(length=LENGTH), gate.expand(3, -1), **packed, **options)
         routed_attention(*cuda_qkv(length=LENGTH), gate, **options | {"mode_pair": "XA-SSA"}, kept_blocks=kept)
-        for pair, more in (("FA-SSA", {}), ("FA-XA", {"kept_blocks": kept})):
+        sample = {"counterfactual_fraction": 0.5, "counterfactual_noise": torch.rand(1, 2, 2, device="cuda")}
+        for pair, more in (("FA-SSA", {}), ("FA-SSA", sample), ("FA-XA", {"kept_blocks": kept})):
             learned = gate.float().requires_grad_()
             inputs = cuda_qkv(length=LENGTH, requires_grad=True)
             out = routed_attention(*inputs, learned, **options | {"mode_pair": pair}, **more)

@@ -14,7 +14,7 @@ from torch import nn
 from .attention import ATTENTION_NAME
 from .context import DecoderScopes, decoder_scope, routed_decoder
 from .families import RoutedLayer
-from .hooks import DecoderHook, keep_record, pass_labels, route_attention
+from .hooks import DecoderHook, cache_argument, keep_record, pass_labels, route_attention
 from .layer import ElasticLayer
 from .ragged_store import SLACK
 
@@ -90,6 +90,9 @@ class RoutedGenerate:
         model: the model that it becomes an attribute of; referred to weakly, so that the model is freed with its
             last user.
 
+    Called with `reroute=True` beside a cache, it empties the cache first: the whole conversation is read and routed
+    again, where a later turn otherwise follows the routes of the first. Freed keys can only come back that way.
+
     Raises:
         ValueError: when called with `prefill_chunk_size`: a prompt is routed by both of its ends, which chunks keep
             apart.
@@ -103,8 +106,8 @@ class RoutedGenerate:
         """The model whose `generate` this is."""
         return self._model()
 
-    def __call__(self, *args: Any, **kwargs: Any):
-        return _generate(self.model, *args, **kwargs)
+    def __call__(self, *args: Any, reroute: bool = False, **kwargs: Any):
+        return _generate(self.model, reroute, *args, **kwargs)
 
     def __deepcopy__(self, memo):
         return RoutedGenerate(memo.get(id(self.model), self.model))
@@ -113,13 +116,16 @@ class RoutedGenerate:
         return RoutedGenerate, (self.model,)
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any):
+def _generate(model: Any, reroute: bool, *args: Any, **kwargs: Any):
     given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
     given.update(given.pop("kwargs", {}))
     generation_config = given.get("generation_config") or model.generation_config
     chunk = given.get("prefill_chunk_size", getattr(generation_config, "prefill_chunk_size", None))
     if chunk is not None:
         raise ValueError(f"`prefill_chunk_size` must be None with an ELASTIC adapter, got {chunk}.")
+    cache = cache_argument(given)
+    if reroute and cache is not None:
+        cache.reset()
     names = ("inputs_embeds", "input_ids", "inputs")
     inputs = next((given[name] for name in names if given.get(name) is not None), None)
     scope = decoder_scope(routed_decoder(model))

@@ -93,6 +93,12 @@ class RoutedDynamicLayer(RoutingMemory, DynamicLayer):
 
     plain = DynamicLayer
 
+    def reset(self):
+        """Drops keys and values, which `DynamicLayer` zeroes and keeps before transformers 5.18."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()
+
     def batch_repeat_interleave(self, repeats):
         super().batch_repeat_interleave(repeats)
         self._apply(lambda rows: rows.repeat_interleave(repeats, dim=0))

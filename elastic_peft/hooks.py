@@ -28,7 +28,7 @@ class DecoderHook:
         if kwargs.get("output_attentions"):
             raise ValueError("`output_attentions` must be False: routed layers mix two attentions, got True.")
         state = ForwardState()
-        if _continues(_cache(kwargs), routers):
+        if _continues(cache_argument(kwargs), routers):
             _check_later_tokens(kwargs.get("attention_mask"), _inputs(args, kwargs).shape[1])
         else:
             _check_ready(decoder, routers)
@@ -99,7 +99,7 @@ def _draw_noise(
         state.counterfactual_noise = dict(zip(indices, counterfactual_noise(seeds, counts, length, fraction)))
 
 
-def _cache(kwargs: dict[str, Any]) -> Any:
+def cache_argument(kwargs: dict[str, Any]) -> Any:
     """The cache argument, under its name in transformers 5.24 or before."""
     cache = kwargs.get("cache")
     return kwargs.get("past_key_values") if cache is None else cache
@@ -107,7 +107,7 @@ def _cache(kwargs: dict[str, Any]) -> Any:
 
 def _fills_cache(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the decoder will run with a cache, its own if need be: transformers then takes rows as unpacked."""
-    if _cache(kwargs) is not None:
+    if cache_argument(kwargs) is not None:
         return True
     checkpoints = getattr(decoder, "gradient_checkpointing", False) and decoder.training and torch.is_grad_enabled()
     use_cache = kwargs.get("use_cache")
@@ -189,7 +189,7 @@ def route_attention(attention: nn.Module, args: tuple, kwargs: dict[str, Any]):
             "dropped it, or the attention module was called outside its decoder."
         )
     hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    kwargs["elastic_route"] = router.route(attention, hidden_states, state, _cache(kwargs))
+    kwargs["elastic_route"] = router.route(attention, hidden_states, state, cache_argument(kwargs))
     return args, kwargs
 
 

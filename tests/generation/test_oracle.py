@@ -1,12 +1,13 @@
 """However a text is generated, each token is what one pass over the whole text gives under the recorded decisions."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from families_zoo import build
 from generation.tiny import LENGTHS, NEW_TOKENS, assert_same_logits, generate, left_padded, routed, tokens
-from transformers import DynamicCache, TextStreamer
+from transformers import DynamicCache, StaticCache, TextStreamer
 
 from elastic_peft import forced_routing, last_routing
 
@@ -111,6 +112,22 @@ def test_turns_that_append_to_a_cache(model, added):
         output = generate(model, input_ids=chat, past_key_values=cache)
         assert_follows_one_pass(model, output, prompt_end=PROMPT.shape[1])
         chat = torch.cat([output.sequences, tokens(added, seed=turn)], dim=1)
+
+
+@pytest.mark.parametrize(
+    "make_cache", [DynamicCache, partial(StaticCache, max_cache_len=200)], ids=["dynamic", "static"]
+)
+def test_a_turn_that_is_routed_anew(any_model, make_cache):
+    cache = make_cache(config=any_model.config)
+    first = generate(any_model, input_ids=PROMPT, past_key_values=cache).sequences
+    before = last_routing(any_model).decisions
+    chat = torch.cat([first, tokens(60, seed=9)], dim=1)
+    output = generate(any_model, input_ids=chat, past_key_values=cache, reroute=True)
+    decisions = last_routing(any_model).decisions
+    assert not torch.equal(decisions, before)
+    assert_follows_one_pass(any_model, output, prompt_end=chat.shape[1])
+    generate(any_model, input_ids=chat)
+    assert torch.equal(last_routing(any_model).decisions, decisions)
 
 
 def test_a_second_turn_of_a_left_padded_batch(any_model):

@@ -123,7 +123,7 @@ def measure(routed: Side, dense: Side, length: int) -> Iterator[dict[str, Any]]:
     msr = last_routing(routed.model).msr.mean().item()
     yield amounts(f"kv_bytes/{name}", held, "bytes", msr=msr)
     prefill = {"prefill_ms": times["ours"][0], "baseline_prefill_ms": times["dense"][0]}
-    yield amounts(f"peak_memory/{name}", peak, "bytes", **prefill)
+    yield amounts(f"peak_memory/generate/{name}", peak, "bytes", **prefill)
 
     eager = {key: eager_milliseconds(side, caches[key], length) for key, side in sides.items()}
     steps = {key: capture_step(side, caches[key], length) for key, side in sides.items()}

@@ -21,6 +21,8 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 LENGTHS = ("2K", "4K", "8K", "16K", "32K", "64K", "128K", "256K")
 SHARES = ("0", "0.5", "0.75", "0.875", "1")
 SERIAL = "heads gathered by mode, {} and a streaming launch, scattered back"
+COUNTERFACTUAL = ", `counterfactual_fraction` {}"
+STEP = "training step of the whole model, {}, MSR 0.70"
 TRAINING = "layer forward + backward, {}, MSR 0.75"
 MODEL = ("32K", "128K", "256K")
 # Row names, what replaces their braces, what was measured, and against what.
@@ -40,6 +42,20 @@ FURTHER = (
     ("train/{}/msr0.75/dual-fa4", ("64K",), TRAINING, "the same, flash-attn-4"),
     ("train/{}/msr0.75/dense-cudnn", ("64K",), TRAINING, "dense cuDNN, no routing"),
     ("train/{}/msr0.75/dense-fa4", ("64K",), TRAINING, "dense flash-attn-4, no routing"),
+    ("train/{}/msr0.75/counterfactual0.25", ("64K",), TRAINING + COUNTERFACTUAL.format("1/4"), "the same, 1"),
+    ("train/{}/msr0.75/counterfactual0.125", ("64K",), TRAINING + COUNTERFACTUAL.format("1/8"), "the same, 1"),
+    ("train_step/{}", ("64K",), STEP, "both modes of every head, FA2"),
+    ("train_step/{}/dual-cudnn", ("64K",), STEP, "the same, cuDNN"),
+)
+GIGABYTES, WHOLE = ("bytes", 1e-9, "{:.1f} GB"), ("sequences", 1, "{:.0f}")
+TOKENS = ("tokens_per_s", 1, "{:.0f}")
+# Row names, what was measured, and its field, scale and format.
+GENERATION = (
+    ("kv_bytes/{}", "keys and values of one sequence, {}", *GIGABYTES),
+    ("peak_memory/generate/{}", "most memory in use until the first token, {}", *GIGABYTES),
+    ("max_batch/{}", "sequences that fit, {} each", *WHOLE),
+    ("decode_tokens_per_s/{}/batch1", "tokens a second, {}, batch {}", *TOKENS),
+    ("decode_tokens_per_s/{}/batchmax", "tokens a second, {}, batch {}, the most that dense holds", *TOKENS),
 )
 # Field of a row: how a note on it reads.
 NOTES = {
@@ -72,6 +88,13 @@ def performance_section(results: Path) -> str:
     ]
     if further := further_table(rows):
         parts += ["And against other things that could run instead:", further]
+    if generation := generation_table(rows):
+        parts += ["Generation of a whole model, FA-SSA at MSR 0.70, against the same model dense:", generation]
+    if step := rows.get("train_step/64K"):
+        parts.append(
+            f"At the {number(step['ours_tokens_per_s'])} tokens a second of that training step, 300 steps of 48 "
+            f"sequences of 64K tokens take {step['h200_hours']:.0f} H200 hours; the paper trained 96 A800 hours."
+        )
     environments = {describe_environment(file): [] for file in files.values()}
     for name, file in files.items():
         environments[describe_environment(file)].append(f"`{name}`")
@@ -106,6 +129,19 @@ def further_table(rows: Rows) -> str:
                 notes = ", ".join(text.format(row[field]) for field, text in NOTES.items() if field in row)
                 figures = [number(row["ours_ms"]), number(row["baseline_ms"]), times(row["speedup"])]
                 lines.append(f"| {' | '.join([what.format(value), against, *figures, notes])} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def generation_table(rows: Rows) -> str:
+    """The rows of `GENERATION` that were measured, empty without any."""
+    lines = ["| what | routed | dense | routed / dense | in an eager loop |", "|---|---|---|---|---|"]
+    for name, what, field, scale, text in GENERATION:
+        for length in ("32K", "128K"):
+            if row := rows.get(name.format(length)):
+                ours, theirs = (text.format(row[f"{side}_{field}"] * scale) for side in ("ours", "baseline"))
+                eager = times(row["eager_speedup"]) if "eager_speedup" in row else ""
+                ratio = times(row["ratio"] if "ratio" in row else row["speedup"])
+                lines.append(f"| {what.format(length, row.get('batch'))} | {ours} | {theirs} | {ratio} | {eager} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 

@@ -33,6 +33,15 @@ def test_further_rows_carry_their_notes():
     assert line.split(" | ")[1:] == ["dense decode", "2", "250", f"125.0{report.TIMES}", "81% of the copy bandwidth |"]
 
 
+def test_generation_rows_show_both_sides():
+    amounts = {"ours_bytes": 5.3e9, "baseline_bytes": 17.2e9, "ratio": 0.308}
+    steps = ROW | {"batch": 6, "ours_tokens_per_s": 430.4, "baseline_tokens_per_s": 195.0, "eager_speedup": 1.06}
+    table = report.generation_table({"kv_bytes/128K": amounts, "decode_tokens_per_s/128K/batchmax": steps})
+    memory, speed = (line.split(" | ")[1:] for line in table.splitlines()[2:])
+    assert memory == ["5.3 GB", "17.2 GB", f"0.31{report.TIMES}", " |"]
+    assert speed == ["430", "195", f"125.0{report.TIMES}", f"1.06{report.TIMES} |"]
+
+
 def test_no_further_rows_make_no_table():
     assert report.further_table({}) == ""
 

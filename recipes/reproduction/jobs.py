@@ -20,7 +20,7 @@ class Job:
         name: of its files.
         kind: `"train"`: train an adapter and measure it; `"masks"`: measure static masks; `"adapter"`: measure a
             trained adapter in other conditions.
-        what: masks: which masks; adapter: which conditions, see `reproduction.kinds`.
+        what: which masks or conditions, see `reproduction.masks` and `reproduction.kinds`.
         needs: jobs whose results it reads.
         config: fields of `ElasticConfig`.
         arguments: fields of `ElasticSFTConfig`.
@@ -89,6 +89,7 @@ def _statics() -> list[Job]:
         Job("masks-loss", "masks", what="loss", needs=(REFERENCE,)),
         *learned[1:],
         Job("masks-category", "masks", what="category", needs=(REFERENCE, *(job.name for job in learned[1:]))),
+        Job("masks-curve", "masks", what="curve", needs=("masks-retrieval", "masks-loss", STATIC)),
     ]
 
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import transformers
 from reproduction.jobs import Job, all_jobs
-from reproduction.kinds import Workplace, run_job
+from reproduction.kinds import run_job
 from reproduction.results import read_result, result_file, write_result
+from reproduction.workplace import Workplace
 
 
 WAIT = 1.0  # seconds between looks at what other workers finished

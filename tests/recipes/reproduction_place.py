@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 from reproduction.examples import TASKS
-from reproduction.kinds import Workplace
+from reproduction.workplace import Workplace
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 

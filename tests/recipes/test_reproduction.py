@@ -11,6 +11,7 @@ from reproduction.examples import SENSITIVE, TASKS, choose_phrasing, interleave,
 from reproduction.jobs import REFERENCE, Job, all_jobs
 from reproduction.kinds import run_job
 from reproduction.lengths import resize
+from reproduction.masks import CURVE
 from reproduction.measuring import measure
 from reproduction.results import mean_msr, write_result
 
@@ -86,6 +87,15 @@ def test_masks_of_a_category_apply_to_its_sets(place):
     for row in entry["tasks"]:
         mask = entry["mask"]["sensitive" if row["set"] in SENSITIVE else "robust"]
         assert row["frequency"] == mask, row["set"]
+
+
+def test_rankings_are_measured_at_several_sparsities(place):
+    for name in ("masks-retrieval", "masks-loss"):
+        write_result(place.output, name, run_job(JOBS[name], place))
+    result = run_job(JOBS["masks-curve"], place)["masks"]
+    assert {name: {row["msr"] for row in entry["tasks"]} for name, entry in result.items() if "loss" in name} == {
+        f"masks-loss {share}": {round(4 * share) / 4} for share in CURVE
+    }
 
 
 def test_bounds_are_all_full_and_all_sparse(place):

@@ -1,0 +1,74 @@
+"""Where jobs run, what they read, and what they measure with."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from reproduction.examples import Example, load_examples
+from reproduction.measuring import Measured, measure
+from reproduction.training import load_base
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where jobs run and what they read.
+
+    Args:
+        model: folder of the backbone.
+        data: file of the examples, see `reproduction.examples`.
+        output: folder of the results and adapters.
+        device: `"cpu"` or a CUDA device.
+        rows: evaluation examples of each set.
+        batch_size: rows of a measured batch.
+        lengths: tokens of the examples that are made longer and shorter.
+        overrides: fields of `ElasticSFTConfig` that every job takes.
+    """
+
+    model: Path
+    data: Path
+    output: Path
+    device: str
+    rows: int = 48
+    batch_size: int = 8
+    lengths: tuple[int, ...] = (1024, 2048, 8192)
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The backbone's tokenizer."""
+        return AutoTokenizer.from_pretrained(self.model)
+
+    @cached_property
+    def training(self) -> dict[str, list[Example]]:
+        """Training examples by set."""
+        return load_examples(self.data, "train")
+
+    @cached_property
+    def evaluation(self) -> dict[str, list[Example]]:
+        """Evaluation examples by set."""
+        return load_examples(self.data, "eval")
+
+    def evaluation_rows(self) -> list[Example]:
+        """The first evaluation examples of each set, set by set."""
+        return [example for members in self.evaluation.values() for example in members[: self.rows]]
+
+    def adapter(self, name: str) -> Path:
+        """Folder of the adapter that a job trained."""
+        return self.output / "adapters" / name
+
+    def load(self, name: str) -> torch.nn.Module:
+        """The backbone with the adapter that a job trained, in evaluation mode."""
+        return PeftModel.from_pretrained(load_base(self.model, self.device), self.adapter(name)).eval()
+
+    def measure(self, model: torch.nn.Module, examples: list[Example], forced: Any = None) -> dict[str, Any]:
+        """Measures examples; the table, and what computed the prompts."""
+        return summary(measure(model, examples, self.batch_size, forced))
+
+
+def summary(measured: Measured) -> dict[str, Any]:
+    """A result's entry for what was measured."""
+    return {"implementations": list(measured.implementations), "tasks": measured.table()}

@@ -31,6 +31,7 @@ ORDER = [
     ["card"],
     ["hub"],
     ["__init__"],
+    ["run"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

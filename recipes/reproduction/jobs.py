@@ -104,7 +104,7 @@ def _other_pairs() -> list[Job]:
 
 def _conditions() -> list[Job]:
     """The same adapter in other conditions."""
-    whats = ("mixed", "lengths", "bias", "sampled")
+    whats = ("mixed", "lengths", "bias", "sampled", "similarity")
     return [Job(f"{REFERENCE}-{what}", "adapter", what=what, needs=(REFERENCE,)) for what in whats]
 
 

@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+from demo_model import MODEL_ID
 from reproduction.examples import choose_phrasing, interleave
 from reproduction.jobs import Job
 from reproduction.lengths import resize
 from reproduction.masks import measure_masks
 from reproduction.measuring import measure
+from reproduction.representations import task_similarity
 from reproduction.results import mean_msr, read_result
 from reproduction.training import load_base, train
 from reproduction.workplace import Workplace, summary
@@ -37,8 +39,10 @@ def _train(job: Job, place: Workplace) -> dict[str, Any]:
         seed=job.seed,
         is_blind=job.is_blind,
     )
+    model.peft_config["default"].base_model_name_or_path = MODEL_ID  # wherever it was loaded from here
     model.save_pretrained(place.adapter(job.name))
-    result = {"log": log, **place.measure(model, place.evaluation_rows())}
+    targets = model.peft_config["default"].t_values
+    result = {"log": log, "targets": targets, **place.measure(model, place.evaluation_rows())}
     if job.is_blind:
         result["scores"] = static_preferences(model).tolist()
     if job.phrasing == "seen":
@@ -65,6 +69,8 @@ def _adapter(job: Job, place: Workplace) -> dict[str, Any]:
             model.peft_config["default"].sparsity_bias = bias
             result[str(bias)] = place.measure(model, rows)
         return {"bias": result}
+    if job.what == "similarity":
+        return {"similarity": task_similarity(model, rows)}
     if job.what == "sampled":
         torch.manual_seed(job.seed)
         model.train()  # decisions are sampled; the temperature changes their gradient, not the draw

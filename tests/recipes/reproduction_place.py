@@ -91,8 +91,8 @@ def make_place(folder):
         folder / "tasks.npz",
         folder / "output",
         "cpu",
-        rows=2,
-        batch_size=4,
+        rows=1,
+        batch_size=7,
         lengths=(170, 340),
         overrides=overrides,
     )

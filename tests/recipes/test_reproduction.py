@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from recipes.reproduction_place import make_place, make_tokenizer
 from reproduction import run, training
 from reproduction.examples import SENSITIVE, TASKS, choose_phrasing, interleave, load_examples, user_text
@@ -127,6 +128,15 @@ def test_other_lengths_are_measured_in_every_way(place):
 
 def test_sampled_decisions_are_measured(place):
     assert sets(run_job(JOBS[f"{REFERENCE}-sampled"], place)["sampled"]) == list(TASKS)
+
+
+def test_similarities_are_cosines_between_sets(place):
+    result = run_job(JOBS[f"{REFERENCE}-similarity"], place)["similarity"]
+    assert result["sets"] == list(TASKS)
+    for stage in ("keys", "input", "task_mlp"):
+        matrix = torch.tensor(result[stage])
+        torch.testing.assert_close(matrix.diagonal(), torch.ones(len(TASKS)))
+        torch.testing.assert_close(matrix, matrix.T)
 
 
 # Measuring

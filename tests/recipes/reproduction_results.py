@@ -1,0 +1,96 @@
+"""Made-up results of every job of the reproduction, as the jobs would leave them."""
+
+import random
+from dataclasses import asdict
+
+from reproduction.examples import SENSITIVE, TASKS
+from reproduction.jobs import all_jobs
+from reproduction.masks import CATEGORIES, CURVE
+
+
+LAYERS, HEADS = 30, 3
+#: NLL of each set under full attention; every set loses twice its share of sparse heads squared.
+FULL = dict(zip(TASKS, (1.3, 3.1, 0.3, 2.0, 2.6, 2.0, 4.3)))
+BIASES = (-4.0, -2.0, -1.0, 1.0, 2.0, 4.0)
+
+
+def table(msr, offset=0.0):
+    """A table in which each set has the MSR that `msr` says, and loses by it."""
+    draw = random.Random(str(sorted(msr.items())))
+    rows = []
+    for name, task in TASKS.items():
+        share = msr[name]
+        frequency = [[min(max(draw.gauss(share, 0.25), 0), 1) for _ in range(HEADS)] for _ in range(LAYERS)]
+        nll = FULL[name] + 2 * share**2 + offset
+        figures = {"nll": nll, "accuracy": 1 / (1 + nll), "msr": share, "esr": 0.8 * share, "esr_last_layer": share}
+        rows.append({"task": task, "set": name, "n": 48, **figures, "frequency": frequency})
+    return {"implementations": ["triton"], "tasks": rows}
+
+
+def routed(shift=0.0, offset=-0.8):
+    def clip(share):
+        return min(max(share + shift, 0), 1)
+
+    return table({name: clip(0.67 if name in SENSITIVE else 0.83) for name in TASKS}, offset)
+
+
+def flat(share):
+    return table(dict.fromkeys(TASKS, share))
+
+
+def log(steps=300):
+    lines = []
+    for step in range(10, steps + 1, 10):
+        line = {"step": step, "lm_loss": 3 - step / 300, "sparsity_loss": 0.2 * (1 - step / 400), "temperature": 1.0}
+        for index, task in enumerate(dict.fromkeys(TASKS.values())):
+            line[f"msr/{task}"] = 0.5 + 0.3 * step / steps * (1 + index / 10)
+            line[f"lambda1/{task}"] = 0.2 + step / 400 + index / 10
+            line[f"lambda2/{task}"] = 0.3 + step / 500 - index / 20
+        lines.append(line)
+    return lines
+
+
+def result(job):
+    head = {"job": asdict(job), "seconds": 60.0, "hardware": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
+    if job.kind == "train":
+        body = {"log": log(), "targets": {task: 0.7 if "qa" in task else 1.0 for task in TASKS.values()}}
+        body |= routed(shift=0.01 * job.seed)
+        if job.is_blind:
+            body["scores"] = [[layer + head for head in range(HEADS)] for layer in range(LAYERS)]
+        if job.phrasing == "seen":
+            body["unseen"] = {"routed": routed(0.02), "full": flat(0.0)}
+    elif job.kind == "masks":
+        body = {"masks": masks(job)}
+    else:
+        body = conditions(job)
+    return {**head, **body}
+
+
+def masks(job):
+    if job.what == "bounds":
+        dense = "all_retrieval" if "xa-ssa" in job.name else "full"
+        return {dense: flat(0.0), "all_sparse": flat(1.0)}
+    if job.what == "random":
+        return {f"random{seed}": flat(0.73 + seed / 100) for seed in range(5)}
+    if job.what == "category":
+        return {"category": {**flat(0.75), "mask": {name: [] for name in CATEGORIES}}}
+    if job.what == "curve":
+        return {f"{name} {share}": flat(share) for name in job.needs for share in CURVE}
+    return {job.what: flat(0.75)}
+
+
+def conditions(job):
+    if job.what == "mixed":
+        return {"same_decisions": 1.0, "together": routed(), "alone": routed()}
+    if job.what == "bias":
+        return {"bias": {str(bias): routed(bias / 20, -0.8 + bias / 40) for bias in BIASES}}
+    if job.what == "sampled":
+        return {"sampled": routed(-0.03)}
+    if job.what == "similarity":
+        matrix = [[1.0 if row == column else 0.3 for column in range(len(TASKS))] for row in range(len(TASKS))]
+        return {"similarity": {"sets": list(TASKS), "keys": matrix, "input": matrix, "task_mlp": matrix}}
+    return {"lengths": {"1024": {"routed": routed(), "full": flat(0.0), "all_sparse": flat(1.0)}}}
+
+
+def all_results():
+    return {job.name: result(job) for job in all_jobs()}

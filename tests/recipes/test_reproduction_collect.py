@@ -1,0 +1,103 @@
+"""What the jobs measured, gathered: `results.json` as cards read it, tables, pictures."""
+
+import json
+from statistics import stdev
+
+import pytest
+from recipes.reproduction_results import FULL, all_results
+from reproduction import collect, pictures
+from reproduction.charts import CHARTS
+from reproduction.examples import TASKS
+from reproduction.jobs import REFERENCE
+from reproduction.results import write_result
+
+from elastic_peft.card import render_card
+
+
+@pytest.fixture(scope="module")
+def results():
+    return all_results()
+
+
+def row_of(record, name):
+    return next(row for row in record["tasks"] if row["set"] == name)
+
+
+def test_figures_are_means_over_the_seeds_with_their_spread(results):
+    row = row_of(collect.pair_results(results, "fa-ssa", None), "sqa_pkg")
+    shares = [0.67, 0.68, 0.69]
+    assert row["msr"] == {"mean": pytest.approx(0.68), "std": pytest.approx(stdev(shares))}
+    assert row["nll"]["routed"]["mean"] == pytest.approx(sum(3.1 - 0.8 + 2 * share**2 for share in shares) / 3)
+
+
+def test_every_way_of_running_has_its_figure(results):
+    row = row_of(collect.pair_results(results, "fa-ssa", None), "sqa_pkg")
+    statics = ["static_random", "static_retrieval", "static_loss", "static_learned", "static_category"]
+    assert list(row["nll"]) == list(row["accuracy"]) == ["full", "all_sparse", "routed", *statics]
+    assert row["nll"]["full"] == FULL["sqa_pkg"]
+    assert row["nll"]["static_learned"] == pytest.approx(FULL["sqa_pkg"] + 2 * 0.75**2)
+
+
+def test_other_pairs_are_compared_with_full_attention_and_their_own_sparse_mode(results):
+    row = row_of(collect.pair_results(results, "xa-ssa", None), "sqa_pkg")
+    assert list(row["nll"]) == ["full", "all_sparse", "routed"]
+
+
+def test_a_pair_that_was_trained_once_has_no_spread(results):
+    kept = {name: result for name, result in results.items() if name not in ("fa-ssa-seed1", "fa-ssa-seed2")}
+    assert row_of(collect.pair_results(kept, "fa-ssa", None), "sqa_pkg")["msr"] == pytest.approx(0.67)
+
+
+def test_summaries_tell_both_categories_apart(results):
+    row = next(row for row in collect.summaries(results) if row["training"] == REFERENCE)
+    assert row["MSR sensitive"] == pytest.approx(0.67)
+    assert row["apart"] == pytest.approx(0.16)
+    assert row["worst robust"] == pytest.approx(2 * 0.83**2 - 0.8)
+
+
+def test_static_gates_are_no_routed_training(results):
+    assert not any("static" in row["training"] for row in collect.summaries(results))
+
+
+def test_every_condition_has_a_table(results):
+    titles = " ".join(collect.conditions(results))
+    for word in ("1024 tokens", "sparsity_bias", "mixed batches", "sampled", "never trained on", "left out"):
+        assert word in titles
+
+
+def test_a_card_takes_the_figures(results, tmp_path, make_routed):
+    make_routed().save_pretrained(tmp_path)
+    record = collect.pair_results(results, "fa-ssa", "0" * 40)
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    card = render_card(tmp_path).content
+    assert "NVIDIA H200" in card
+    assert "3 training seeds" in card
+    assert "ablation-signed" in card
+
+
+@pytest.fixture
+def output(results, tmp_path):
+    (tmp_path / "jobs").mkdir()
+    for name, result in results.items():
+        write_result(tmp_path, name, result)
+    return tmp_path
+
+
+def test_collecting_writes_a_file_for_each_pair(output, capsys):
+    collect.main(["--output", str(output), "--commit", "abc"])
+    for pair in collect.PAIRS:
+        record = json.loads((output / pair / "results.json").read_text())
+        assert record["commit"] == "abc"
+        assert [row["set"] for row in record["tasks"]] == list(TASKS)
+    assert "One line a training" in capsys.readouterr().out
+
+
+def test_every_chart_is_drawn(output):
+    pictures.main(["--output", str(output)])
+    assert {file.stem for file in (output / "pictures").iterdir()} == set(CHARTS)
+
+
+def test_a_chart_without_its_jobs_is_left_out(output):
+    (output / "jobs" / f"{REFERENCE}-bias.json").unlink()
+    pictures.main(["--output", str(output)])
+    assert {"bias", "pareto"}.isdisjoint(file.stem for file in (output / "pictures").iterdir())

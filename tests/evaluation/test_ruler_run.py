@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from elastic_peft import forced_routing, last_routing
+from elastic_peft.evaluation import ruler_run
 from elastic_peft.evaluation.ruler import TASKS, Example
 from elastic_peft.evaluation.ruler_run import CHECK_EVERY, Decided, evaluate, read_answers
 
@@ -91,6 +92,22 @@ def test_one_row_for_each_task_and_length(model, tokenizer, prompts):
         ("qa_1", LENGTH, 1, "FA-SSA"),
         ("vt", 32, 1, "FA-SSA"),
     ]
+
+
+def test_batches_that_do_not_fit_the_memory_become_smaller(model, tokenizer, prompts, monkeypatch):
+    sizes = []
+    answer = ruler_run._generate
+
+    def generate(model, tokenizer, examples):
+        sizes.append(len(examples))
+        if len(examples) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return answer(model, tokenizer, examples)
+
+    monkeypatch.setattr(ruler_run, "_generate", generate)
+    (row,) = evaluate(model, tokenizer, [example(prompt, "x") for prompt in prompts])
+    assert sizes == [2, 1, 1] * 3
+    assert row["n"] == 2
 
 
 def test_a_model_without_an_adapter_is_refused(make_base, tokenizer, prompts):

@@ -15,9 +15,7 @@ from torch import Tensor
 from train import dual_pass
 from whole_model import make_decisions, make_model
 
-import elastic_peft.hooks
-import elastic_peft.mode_pairs
-from elastic_peft import RoutingTape
+from elastic_peft import RoutingTape, hooks, operators
 
 
 ANSWER = 1024
@@ -76,16 +74,16 @@ def make_step(model: torch.nn.Module, length: int, dense: str | None) -> Callabl
         length: tokens.
         dense: dense kernel of a step that runs both modes; `None` for ours.
     """
-    ids = torch.randint(3, 512, (1, length), generator=torch.Generator().manual_seed(length)).to(model.device)
-    prompt_end = torch.tensor([length - ANSWER], device=model.device)
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
+    ids, prompt_end = ids.to(model.device), torch.tensor([length - ANSWER], device=model.device)
 
     def step() -> Tensor:
         tape = RoutingTape()
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(elastic_peft.hooks, "uniform_noise", forcing_noise))
+            stack.enter_context(mock.patch.object(hooks, "uniform_noise", forcing_noise))
             if dense is not None:
                 attend = functools.partial(both_modes, dense=dense)
-                stack.enter_context(mock.patch.object(elastic_peft.mode_pairs, "routed_attention", attend))
+                stack.enter_context(mock.patch.object(operators, "routed_attention", attend))
             options: dict[str, Any] = {"prompt_end": prompt_end, "elastic_tape": tape, "use_cache": False}
             logits = model(ids, logits_to_keep=ANSWER + 1, **options).logits[:, :-1]
             loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, -ANSWER:].flatten())

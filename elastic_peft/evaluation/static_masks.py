@@ -5,10 +5,12 @@ A mask is bool `[L, H]`, True = sparse, as `elastic_peft.forced_routing` takes i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from ..context import evaluation_mode, last_routing, routed_decoder
 from ..hooks import active_routers
@@ -82,6 +84,8 @@ def retrieval_scores(model: nn.Module, examples: Iterable[tuple[torch.Tensor, in
     count = 0
     base = model.get_base_model()
     implementation = base.config._attn_implementation
+    # transformers 5.24 renamed the argument.
+    cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
     with evaluation_mode(model), model.disable_adapter():
         try:
             for ids, prompt_end in examples:
@@ -89,7 +93,8 @@ def retrieval_scores(model: nn.Module, examples: Iterable[tuple[torch.Tensor, in
                 length = len(ids) - prompt_end - 1
                 # The prompt without attention weights, which take memory by the square of its length.
                 base.set_attn_implementation("sdpa")
-                cache = base(ids[None, : prompt_end - 1], use_cache=True, logits_to_keep=1).past_key_values
+                cache = {cache_name: DynamicCache(config=base.config)}
+                base(ids[None, : prompt_end - 1], **cache, use_cache=True, logits_to_keep=1)
                 base.set_attn_implementation("eager")
                 weights = _attention_weights(base, layers, ids[None, prompt_end - 1 : -2], cache)
                 for row, weight in zip(total, weights):
@@ -113,13 +118,13 @@ def _earlier_occurrence(ids: torch.Tensor, prompt_end: int) -> int:
 
 
 def _attention_weights(
-    base: nn.Module, layers: list[nn.Module], ids: torch.Tensor, cache: object
+    base: nn.Module, layers: list[nn.Module], ids: torch.Tensor, cache: dict[str, DynamicCache]
 ) -> list[torch.Tensor]:
     """Each layer's attention weights `[1, Hq, Q, K]` for tokens that continue a cache."""
     weights: list[torch.Tensor] = []
     handles = [layer.register_forward_hook(lambda _, __, output: weights.append(output[1])) for layer in layers]
     try:
-        base(ids, past_key_values=cache, use_cache=True)
+        base(ids, **cache, use_cache=True)
     finally:
         for handle in handles:
             handle.remove()

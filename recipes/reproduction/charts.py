@@ -162,7 +162,7 @@ def sampled(results: Results) -> Figure:
     for name in TASKS:
         pair = [_row(t, name)["msr"] for t in (results[f"{REFERENCE}-sampled"]["sampled"], results[REFERENCE])]
         ax.plot(*pair, color=COLORS[name], marker=MARKERS[name], markersize=9, linestyle="", label=LABELS[name])
-    ax.set(xlim=(0.3, 1), ylim=(0.3, 1), xlabel="MSR, sampled as in training", ylabel="MSR, most likely decisions")
+    ax.set(xlabel="MSR, sampled as in training", ylabel="MSR, most likely decisions")
     ax.legend(fontsize="small")
     _finish(ax, "Sampled and most likely routing")
     return figure

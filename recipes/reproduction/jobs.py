@@ -22,8 +22,8 @@ class Job:
             trained adapter in other conditions.
         what: which masks or conditions, see `reproduction.masks` and `reproduction.kinds`.
         needs: jobs whose results it reads.
-        config: fields of `ElasticConfig`.
-        arguments: fields of `ElasticSFTConfig`.
+        config: fields of `ElasticConfig` that differ from the recipe.
+        arguments: fields of `ElasticSFTConfig` that differ from the recipe.
         sets: sets that are trained on.
         phrasing: phrasings that are trained on.
         seed: of the training.
@@ -123,7 +123,7 @@ def _ablations() -> list[Job]:
         **{f"pool{size or '-all'}": {"config": {"pool_size": size}} for size in (50, 200, 400, None)},
         **{f"expansion{factor}": {"config": {"router_expansion": factor}} for factor in (2, 6, 8)},
         **{f"sensitive{t}": {"config": _t_values(sensitive=t)} for t in (0.4, 0.5, 0.6)},
-        "cosine": {"arguments": {"temperature_schedule": "cosine"}},
+        "cosine": {"arguments": {"temperature_schedule": "cosine", "temperature_end": 1.0}},
         **{f"counterfactual{f}": {"arguments": {"counterfactual_fraction": f}} for f in (0.25, 0.125)},
     }
     return [Job(f"ablation-{name}", "train", **fields) for name, fields in changes.items()]  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ def run_job(job: Job, place: Workplace) -> dict[str, Any]:
 
 
 def _train(job: Job, place: Workplace) -> dict[str, Any]:
-    config = dict(job.config)
+    config, arguments = place.recipe(job)
     if job.is_blind:  # one target for all, so that the static mask has the routed adapter's mean sparsity
         target = mean_msr(read_result(place.output, job.needs[0]), job.sets)
         config["t_values"] = dict.fromkeys(ElasticConfig().t_values, target)
@@ -35,12 +35,12 @@ def _train(job: Job, place: Workplace) -> dict[str, Any]:
         {name: examples[name] for name in job.sets},
         place.output / "trainer" / job.name,
         config=config,
-        arguments={**job.arguments, **dict(place.overrides)},
+        arguments=arguments,
         seed=job.seed,
         is_blind=job.is_blind,
     )
     model.peft_config["default"].base_model_name_or_path = MODEL_ID  # wherever it was loaded from here
-    model.save_pretrained(place.adapter(job.name))
+    model.save_pretrained(place.adapter(job.name), save_embedding_layers=False)  # "auto" would ask the Hub
     targets = model.peft_config["default"].t_values
     result = {"log": log, "targets": targets, **place.measure(model, place.evaluation_rows())}
     if job.is_blind:

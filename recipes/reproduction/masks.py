@@ -9,7 +9,7 @@ from reproduction.examples import ROBUST, SENSITIVE, TASKS, Example, interleave
 from reproduction.jobs import STATIC, Job
 from reproduction.measuring import measure
 from reproduction.results import mean_msr, read_result
-from reproduction.training import CONFIG, load_base
+from reproduction.training import load_base
 from reproduction.workplace import Workplace
 from torch import nn
 
@@ -26,7 +26,7 @@ CURVE = (0.5, 0.6, 0.7, 0.8, 0.9)
 def measure_masks(job: Job, place: Workplace) -> dict[str, Any]:
     """Runs a job of kind `"masks"`; its result, with the scores that ranked the heads where they are its own."""
     torch.manual_seed(job.seed)
-    config = ElasticConfig(**{"task_type": "CAUSAL_LM", **CONFIG, **job.config})
+    config = ElasticConfig(task_type="CAUSAL_LM", **place.recipe(job).config)
     model = get_peft_model(load_base(place.model, place.device), config).eval()
     if job.what == "bounds":
         dense = "full" if config.retrieval_mode == "FA" else "all_retrieval"

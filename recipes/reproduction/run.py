@@ -59,7 +59,7 @@ def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> None:
         jobs: in the order of importance.
         deadline: as `time.time()` counts.
     """
-    while (job := _next(place.output, jobs, deadline)) is not None:
+    while (job := _next(place, jobs, deadline)) is not None:
         if isinstance(job, float):
             time.sleep(job)
             continue
@@ -78,9 +78,10 @@ def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> None:
         print(f"{job.name}: {seconds:.0f} s", flush=True)
 
 
-def _next(output: Path, jobs: Sequence[Job], deadline: float) -> Job | float | None:
+def _next(place: Workplace, jobs: Sequence[Job], deadline: float) -> Job | float | None:
     """The next job, now this worker's; or how many seconds to wait for others' results; or None at the end."""
-    seconds = _Seconds(output, jobs)
+    output = place.output
+    seconds = _Seconds(place, jobs)
     waits = False
     for job in jobs:
         if result_file(output, job.name).exists() or (output / "claims" / job.name).exists():
@@ -107,10 +108,12 @@ def _is_running(output: Path, name: str) -> bool:
 class _Seconds:
     """Predicts how long a job takes: as long as the slowest of its kind so far, trainings by their steps."""
 
-    def __init__(self, output: Path, jobs: Sequence[Job]):
+    def __init__(self, place: Workplace, jobs: Sequence[Job]):
+        self.place = place
         self.whole = dict(GUESS)
         self.step = STEP_GUESS
-        done = [read_result(output, job.name) for job in jobs if result_file(output, job.name).exists()]
+        finished = (job.name for job in jobs if result_file(place.output, job.name).exists())
+        done = [read_result(place.output, name) for name in finished]
         for kind in GUESS:
             times = [result["seconds"] for result in done if result["job"]["kind"] == kind]
             if times and kind == "train":
@@ -120,7 +123,7 @@ class _Seconds:
                 self.whole[kind] = max(times)
 
     def __call__(self, job: Job) -> float:
-        steps = job.arguments.get("max_steps", 300) if job.kind == "train" else 0
+        steps = self.place.recipe(job).arguments["max_steps"] if job.kind == "train" else 0
         return self.whole[job.kind] + self.step * steps
 
 

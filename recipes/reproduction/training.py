@@ -15,11 +15,6 @@ from elastic_peft import ElasticConfig, ElasticSFTConfig, ElasticSFTTrainer
 from elastic_peft.evaluation.static_masks import blind_routers
 
 
-#: Sizes for examples of 4K tokens, in tokens; the library's defaults are for contexts of 16K and more.
-CONFIG = {"sink_size": 64, "window_size": 256}
-ARGUMENTS = {"max_steps": 300, "calibration_batches": 8, "logging_steps": 10}
-
-
 def load_base(directory: Path | str, device: str) -> torch.nn.Module:
     """The frozen backbone: float32 on a CPU, bfloat16 on a GPU."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -44,8 +39,8 @@ def train(
         tokenizer: its tokenizer.
         examples: by set; a step takes one of each.
         output: folder of the trainer's files.
-        config: fields of `ElasticConfig` that differ from `CONFIG`.
-        arguments: fields of `ElasticSFTConfig` that differ from `ARGUMENTS`.
+        config: fields of `ElasticConfig`.
+        arguments: fields of `ElasticSFTConfig`, less those that the machine and the examples decide.
         seed: of the routers, the order of the examples and the noise.
         is_blind: hide the input from the routers, so that they learn static gates.
 
@@ -53,24 +48,24 @@ def train(
         The model in evaluation mode, and the trainer's metrics, one dictionary each time they were logged.
     """
     torch.manual_seed(seed)
-    model = get_peft_model(base, ElasticConfig(**{"task_type": "CAUSAL_LM", **CONFIG, **config}))
+    model = get_peft_model(base, ElasticConfig(task_type="CAUSAL_LM", **config))
     if is_blind:
         blind_routers(model, seed)
     is_cpu = base.device.type == "cpu"
-    args = ElasticSFTConfig(
-        output_dir=str(output),
-        per_device_train_batch_size=len(examples),
-        train_sampling_strategy="sequential",
-        max_length=None,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=is_cpu,
-        bf16=not is_cpu,
-        seed=seed,
-        **{**ARGUMENTS, **arguments},
-    )
+    decided = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": len(examples),
+        "train_sampling_strategy": "sequential",
+        "max_length": None,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": is_cpu,
+        "bf16": not is_cpu,
+        "seed": seed,
+    }
+    args = ElasticSFTConfig(**{**arguments, **decided})
     chosen = interleave(examples, args.max_steps * len(examples), seed)
     rows = [{"input_ids": example.ids, "labels": _labels(example), "task": example.task} for example in chosen]
     datasets.disable_progress_bars()

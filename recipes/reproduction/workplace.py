@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from peft import PeftModel
 from reproduction.examples import Example, load_examples
+from reproduction.jobs import Job
 from reproduction.measuring import Measured, measure
+from reproduction.recipe import RECIPES, Recipe, read_recipe
 from reproduction.training import load_base
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,7 +27,7 @@ class Workplace:
         rows: evaluation examples of each set.
         batch_size: rows of a measured batch.
         lengths: tokens of the examples that are made longer and shorter.
-        overrides: fields of `ElasticSFTConfig` that every job takes.
+        recipes: folder of the recipes.
     """
 
     model: Path
@@ -35,7 +37,7 @@ class Workplace:
     rows: int = 48
     batch_size: int = 8
     lengths: tuple[int, ...] = (1024, 2048, 8192)
-    overrides: tuple[tuple[str, Any], ...] = ()
+    recipes: Path = RECIPES
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -51,6 +53,11 @@ class Workplace:
     def evaluation(self) -> dict[str, list[Example]]:
         """Evaluation examples by set."""
         return load_examples(self.data, "eval")
+
+    def recipe(self, job: Job) -> Recipe:
+        """The recipe of a job's mode pair, with what the job changes."""
+        base = read_recipe(self.recipes, job.config.get("mode_pair", "FA-SSA"))
+        return Recipe({**base.config, **job.config}, {**base.arguments, **job.arguments})
 
     def evaluation_rows(self) -> list[Example]:
         """The first evaluation examples of each set, set by set."""

@@ -3,13 +3,17 @@
 import random
 
 import numpy as np
+import yaml
 from reproduction.examples import TASKS
+from reproduction.recipe import RECIPES
 from reproduction.workplace import Workplace
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 
 SYSTEM = "<|im_start|>system\nhelp<|im_end|>\n<|im_start|>user\n"
+MODE_PAIRS = ("fa_ssa", "fa_xa", "xa_ssa")
+TINY = {"sink_size": 4, "window_size": 8, "max_steps": 2, "calibration_batches": 1, "logging_steps": 1}
 END = "<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -85,7 +89,11 @@ def make_place(folder):
     write_examples(folder / "tasks.npz", tokenizer, 4)
     for name in ("jobs", "failed", "adapters", "claims"):
         (folder / "output" / name).mkdir(parents=True)
-    overrides = (("max_steps", 2), ("calibration_batches", 1), ("logging_steps", 1))
+    recipes = folder / "recipes"
+    recipes.mkdir()
+    for pair in MODE_PAIRS:
+        recipe = yaml.safe_load((RECIPES / f"{pair}.yaml").read_text()) | TINY
+        (recipes / f"{pair}.yaml").write_text(yaml.safe_dump(recipe))
     return Workplace(
         folder / "model",
         folder / "tasks.npz",
@@ -94,5 +102,5 @@ def make_place(folder):
         rows=1,
         batch_size=7,
         lengths=(170, 340),
-        overrides=overrides,
+        recipes=recipes,
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from recipes.reproduction_place import make_place, make_tokenizer
-from reproduction import run, training
+from reproduction import run
 from reproduction.examples import SENSITIVE, TASKS, choose_phrasing, interleave, load_examples, user_text
 from reproduction.jobs import REFERENCE, Job, all_jobs
 from reproduction.kinds import run_job
@@ -21,15 +21,7 @@ JOBS = {job.name: job for job in all_jobs()}
 
 
 @pytest.fixture(scope="module")
-def short_window():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(training.CONFIG, "sink_size", 4)
-        patch.setitem(training.CONFIG, "window_size", 8)
-        yield
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory, short_window):
+def place(tmp_path_factory):
     """A workplace where the reference and the static gates have been trained for two steps."""
     place = make_place(tmp_path_factory.mktemp("reproduction"))
     for name in (REFERENCE, "static-gates", "static-gates-sensitive", "static-gates-robust"):
@@ -201,49 +193,50 @@ JOB, NEXT = Job("first", "train"), Job("second", "train", needs=("first",))
 
 
 @pytest.fixture
-def output(tmp_path):
+def elsewhere(place, tmp_path):
+    """The same workplace with an output folder of its own, where no job has run."""
     for name in ("jobs", "failed", "adapters", "claims"):
         (tmp_path / name).mkdir()
-    return tmp_path
+    return replace(place, output=tmp_path)
 
 
-def finish(output, job, seconds=1.0):
-    write_result(output, job.name, {"job": asdict(job), "seconds": seconds, "log": [{"step": 100}]})
+def finish(place, job, seconds=1.0):
+    write_result(place.output, job.name, {"job": asdict(job), "seconds": seconds, "log": [{"step": 100}]})
 
 
 LATER = float("inf")
 
 
-def test_a_worker_takes_the_first_job_and_claims_it(output):
-    assert run._next(output, [JOB, NEXT], LATER) == JOB
-    assert (output / "claims" / "first").exists()
+def test_a_worker_takes_the_first_job_and_claims_it(elsewhere):
+    assert run._next(elsewhere, [JOB, NEXT], LATER) == JOB
+    assert (elsewhere.output / "claims" / "first").exists()
 
 
-def test_a_finished_job_is_not_run_again(output):
-    finish(output, JOB)
-    assert run._next(output, [JOB], LATER) is None
+def test_a_finished_job_is_not_run_again(elsewhere):
+    finish(elsewhere, JOB)
+    assert run._next(elsewhere, [JOB], LATER) is None
 
 
-def test_a_worker_waits_for_what_another_computes(output):
-    run._next(output, [JOB, NEXT], LATER)
-    assert run._next(output, [JOB, NEXT], LATER) == run.WAIT
-    finish(output, JOB)
-    assert run._next(output, [JOB, NEXT], LATER) == NEXT
+def test_a_worker_waits_for_what_another_computes(elsewhere):
+    run._next(elsewhere, [JOB, NEXT], LATER)
+    assert run._next(elsewhere, [JOB, NEXT], LATER) == run.WAIT
+    finish(elsewhere, JOB)
+    assert run._next(elsewhere, [JOB, NEXT], LATER) == NEXT
 
 
-def test_nobody_waits_for_a_job_that_failed(output):
-    run._next(output, [JOB, NEXT], LATER)
-    (output / "failed" / "first.txt").touch()
-    assert run._next(output, [JOB, NEXT], LATER) is None
+def test_nobody_waits_for_a_job_that_failed(elsewhere):
+    run._next(elsewhere, [JOB, NEXT], LATER)
+    (elsewhere.output / "failed" / "first.txt").touch()
+    assert run._next(elsewhere, [JOB, NEXT], LATER) is None
 
 
-def test_no_job_starts_that_outlasts_the_deadline(output):
-    finish(output, JOB, seconds=100)  # a second a step: the next takes 300
-    assert run._next(output, [JOB, NEXT], time.time() + 299) is None
-    assert run._next(output, [JOB, NEXT], time.time() + 310) == NEXT
+def test_no_job_starts_that_outlasts_the_deadline(elsewhere):
+    finish(elsewhere, JOB, seconds=4000)  # 40 s a step: the next one's two take 80
+    assert run._next(elsewhere, [JOB, NEXT], time.time() + 79) is None
+    assert run._next(elsewhere, [JOB, NEXT], time.time() + 90) == NEXT
 
 
-def test_a_failure_is_kept_and_the_next_job_runs(output, place, monkeypatch):
+def test_a_failure_is_kept_and_the_next_job_runs(elsewhere, monkeypatch):
     ran = []
 
     def fail_first(job, place):
@@ -253,10 +246,10 @@ def test_a_failure_is_kept_and_the_next_job_runs(output, place, monkeypatch):
         return {"log": [{"step": 1}]}
 
     monkeypatch.setattr(run, "run_job", fail_first)
-    run.work(replace(place, output=output), [JOB, Job("other", "train")], LATER)
+    run.work(elsewhere, [JOB, Job("other", "train")], LATER)
     assert ran == ["first", "other"]
-    assert "no luck" in (output / "failed" / "first.txt").read_text()
-    assert (output / "jobs" / "other.json").exists()
+    assert "no luck" in (elsewhere.output / "failed" / "first.txt").read_text()
+    assert (elsewhere.output / "jobs" / "other.json").exists()
 
 
 def test_every_job_has_a_name_of_its_own_and_needs_only_earlier_ones():

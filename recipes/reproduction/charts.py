@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from reproduction.collect import Results, rise
 from reproduction.examples import ROBUST, SENSITIVE, TASKS
 from reproduction.jobs import REFERENCE
-from reproduction.results import mean_msr
+from reproduction.results import Results, mean_msr
+from reproduction.tables import rise
 
 
 #: Okabe and Ito's colours, which people tell apart whatever their colour vision; markers repeat the distinction.

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from reproduction.charts import CHARTS
-from reproduction.collect import read_all
+from reproduction.results import read_all
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,10 +1,16 @@
 """The files that jobs leave behind."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from reproduction.jobs import all_jobs
+
+
+#: Results by job.
+Results = Mapping[str, dict[str, Any]]
 
 
 def result_file(output: Path, name: str) -> Path:
@@ -15,6 +21,12 @@ def result_file(output: Path, name: str) -> Path:
 def read_result(output: Path, name: str) -> dict[str, Any]:
     """A finished job's result."""
     return json.loads(result_file(output, name).read_text(encoding="utf-8"))
+
+
+def read_all(output: Path) -> dict[str, dict[str, Any]]:
+    """Every result there is, by job, the most important first."""
+    names = [job.name for job in all_jobs()]
+    return {name: read_result(output, name) for name in names if result_file(output, name).exists()}
 
 
 def write_result(output: Path, name: str, result: dict[str, Any]) -> None:

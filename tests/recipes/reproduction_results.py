@@ -71,12 +71,12 @@ def masks(job):
         dense = "all_retrieval" if "xa-ssa" in job.name else "full"
         return {dense: flat(0.0), "all_sparse": flat(1.0)}
     if job.what == "random":
-        return {f"random{seed}": flat(0.73 + seed / 100) for seed in range(5)}
+        return {f"random{seed}": {**flat(0.73 + seed / 100), "mask": [[0, 1, 1]] * LAYERS} for seed in range(5)}
     if job.what == "category":
         return {"category": {**flat(0.75), "mask": {name: [] for name in CATEGORIES}}}
     if job.what == "curve":
         return {f"{name} {share}": flat(share) for name in job.needs for share in CURVE}
-    return {job.what: flat(0.75)}
+    return {job.what: {**flat(0.75), "mask": [[1, 0, 1]] * LAYERS}}
 
 
 def conditions(job):

@@ -4,8 +4,8 @@ import json
 from statistics import stdev
 
 import pytest
-from recipes.reproduction_results import FULL, all_results
-from reproduction import collect, pictures
+from recipes.reproduction_results import FULL, LAYERS, all_results
+from reproduction import collect, pictures, tables
 from reproduction.charts import CHARTS
 from reproduction.examples import TASKS
 from reproduction.jobs import REFERENCE
@@ -49,18 +49,18 @@ def test_a_pair_that_was_trained_once_has_no_spread(results):
 
 
 def test_summaries_tell_both_categories_apart(results):
-    row = next(row for row in collect.summaries(results) if row["training"] == REFERENCE)
+    row = next(row for row in tables.summaries(results) if row["training"] == REFERENCE)
     assert row["MSR sensitive"] == pytest.approx(0.67)
     assert row["apart"] == pytest.approx(0.16)
     assert row["worst robust"] == pytest.approx(2 * 0.83**2 - 0.8)
 
 
 def test_static_gates_are_no_routed_training(results):
-    assert not any("static" in row["training"] for row in collect.summaries(results))
+    assert not any("static" in row["training"] for row in tables.summaries(results))
 
 
 def test_every_condition_has_a_table(results):
-    titles = " ".join(collect.conditions(results))
+    titles = " ".join(tables.conditions(results))
     for word in ("1024 tokens", "sparsity_bias", "mixed batches", "sampled", "never trained on", "left out"):
         assert word in titles
 
@@ -90,6 +90,35 @@ def test_collecting_writes_a_file_for_each_pair(output, capsys):
         assert record["commit"] == "abc"
         assert [row["set"] for row in record["tasks"]] == list(TASKS)
     assert "One line a training" in capsys.readouterr().out
+
+
+def test_collecting_again_leaves_the_scores_of_ruler(output):
+    collect.main(["--output", str(output)])
+    file = output / "fa-ssa" / "results.json"
+    scores = [{"task": "vt", "length": 4096}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ruler": scores}))
+    collect.main(["--output", str(output)])
+    assert json.loads(file.read_text())["ruler"] == scores
+
+
+def test_masks_are_written_for_other_evaluations(output):
+    collect.main(["--output", str(output)])
+    masks = json.loads((output / "static_masks.json").read_text())
+    assert masks["static_retrieval"] == [[1, 0, 1]] * LAYERS
+    assert list(masks) == ["static_random", "static_retrieval", "static_loss", "static_learned"]
+
+
+def test_results_of_a_single_job_are_collected(results, tmp_path, capsys):
+    (tmp_path / "jobs").mkdir()
+    write_result(tmp_path, REFERENCE, results[REFERENCE])
+    collect.main(["--output", str(tmp_path)])
+    assert "fa-ssa, seeds 0" in capsys.readouterr().out
+
+
+def test_margins_are_static_less_routed(results):
+    row = next(row for row in collect.margins(results) if row["masks"] == "static_learned")
+    routed = sum(2 * share**2 - 0.8 for share in (0.67, 0.68, 0.69)) / 3
+    assert row["sqa_pkg"] == pytest.approx(2 * 0.75**2 - routed)
 
 
 def test_every_chart_is_drawn(output):

@@ -58,19 +58,19 @@ def _main() -> list[Job]:
 
 def _schedules() -> list[Job]:
     """Other trades between sparsity and loss."""
-    slower = {"multiplier_learning_rate": 5e-3}
     longer = {"max_steps": 450}
     wide = {"window_size": 512}
     return [
-        Job("trade-longer", "train", arguments=longer),
-        Job("trade-robust0.9", "train", config=_t_values(robust=0.9)),
-        Job("trade-router-lr2e-3", "train", arguments={"router_learning_rate": 2e-3}),
         Job("bounds-window512", "masks", what="bounds", config=wide),
         Job("trade-window512", "train", config=wide),
-        Job("trade-multiplier-lr5e-3", "train", arguments=slower),
+        Job("trade-robust0.9", "train", config=_t_values(robust=0.9)),
+        Job("trade-longer", "train", arguments=longer),
+        Job("trade-window512-robust0.9", "train", config={**wide, **_t_values(robust=0.9)}),
+        Job("trade-router-lr2e-3", "train", arguments={"router_learning_rate": 2e-3}),
+        Job("trade-longer-window512", "train", config=wide, arguments=longer),
+        Job("trade-multiplier-lr5e-3", "train", arguments={"multiplier_learning_rate": 5e-3}),
         Job("trade-longer-robust0.9", "train", config=_t_values(robust=0.9), arguments=longer),
         Job("trade-robust0.95", "train", config=_t_values(robust=0.95)),
-        Job("trade-longer-window512", "train", config=wide, arguments=longer),
     ]
 
 

@@ -1,7 +1,9 @@
 """Examples of other lengths, made from given ones: the evidence stays, the text around it shrinks or grows."""
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from reproduction.examples import Example
@@ -65,12 +67,14 @@ def resize(
         return encode(document.head + document.separator.join(text for _, text in sorted(kept)) + document.tail)
 
     room = length - len(answer) - len(prompt())
-    for record in _fillers(tokenizer, example, records, others, is_needed):
-        cost = len(encode(document.separator + record.text))
-        if cost > room:
+    for fillers in _fillers(tokenizer, example, records, others, is_needed):
+        texts = [document.separator + record.text for record in fillers]
+        costs = list(accumulate(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))) if texts else []
+        fitting = bisect_right(costs, room)
+        kept += fillers[:fitting]
+        if fitting < len(fillers):
             break
-        kept.append(record)
-        room -= cost
+        room -= costs[-1] if costs else 0
     ids = prompt()
     return Example(example.set, (*ids, *answer), len(ids))
 
@@ -106,19 +110,19 @@ def _fillers(
     records: list[_Record],
     others: Sequence[Example],
     is_needed: Callable[[str], bool],
-) -> Iterator[_Record]:
-    """Records that may go beside the evidence, the example's own first, in the order in which to take them."""
+) -> Iterator[list[_Record]]:
+    """Records that may go beside the evidence, in the order in which to take them: the example's own, then others'."""
     own = [record for record in records if not is_needed(record.text)]
     draw = random.Random(example.prompt_end)
     if example.set == "code_stdlib":
         own.reverse()  # the nearest lines matter most
     elif example.set != "summ_rfc":
         draw.shuffle(own)
-    yield from own
+    yield own
     for count, other in enumerate(member for member in others if member != example):
         texts = [text for text in _split(tokenizer, other).records if not is_needed(text)]
         if example.set == "code_stdlib":  # another file above this one
             first = -(count + 1) * len(texts)
-            yield from (_Record(first + line, texts[line]) for line in reversed(range(len(texts))))
+            yield [_Record(first + line, texts[line]) for line in reversed(range(len(texts)))]
         else:
-            yield from (_Record(draw.uniform(0, len(records)), text) for text in texts)
+            yield [_Record(draw.uniform(0, len(records)), text) for text in texts]

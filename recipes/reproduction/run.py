@@ -8,6 +8,7 @@ A job that fails leaves `failed/{name}.txt`, and is tried again the next time.
 """
 
 import argparse
+import gc
 import platform
 import shutil
 import subprocess
@@ -65,7 +66,9 @@ def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> None:
             continue
         print(f"{job.name}: started", flush=True)
         started = time.time()
+        gc.collect()  # the last job's trainer and its callbacks refer to each other
         if place.device != "cpu":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(place.device)
         try:
             result = run_job(job, place)

@@ -37,6 +37,6 @@ def write_result(output: Path, name: str, result: dict[str, Any]) -> None:
     partial.replace(file)
 
 
-def mean_msr(result: dict[str, Any], sets: Sequence[str]) -> float:
+def mean_msr(result: Mapping[str, Any], sets: Sequence[str]) -> float:
     """Mean model sparsity ratio over sets, each counted once, of a result with a table of tasks."""
     return mean(row["msr"] for row in result["tasks"] if row["set"] in sets)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from data_sources import SOURCES, Lengths, Row
+from data_sources import SOURCES, Example, Lengths, Row
 from datasets import IterableDataset, load_dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ class PartBuilder:
             wanted: tokens.
 
         Raises:
-            ValueError: the source lacks a column, or must be downloaded first.
+            ValueError: the source cannot be read, lacks a column, or must be downloaded first.
         """
         folder.mkdir(parents=True, exist_ok=True)
         parts = sorted(folder.glob("*.parquet"))
@@ -94,7 +94,7 @@ class PartBuilder:
             number: of the block.
 
         Raises:
-            ValueError: a row lacks a column.
+            ValueError: a row lacks a column, or holds what the source does not.
         """
         for row in block:
             missing = [column for column in self.source.columns if column not in row]
@@ -103,8 +103,7 @@ class PartBuilder:
                     f"`{self.name}` must have the columns {', '.join(self.source.columns)}; got {', '.join(row)}, "
                     f"without {', '.join(missing)}."
                 )
-        rng = random.Random(f"{self.seed}-{self.name}-{number}")
-        for task, prompt, completion in self.source.build(block, self.lengths, rng):
+        for task, prompt, completion in self._build(block, number):
             if not completion.strip():
                 continue
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
@@ -118,6 +117,20 @@ class PartBuilder:
                     "tokens": tokens,
                 }
 
+    def _build(self, block: Sequence[Row], number: int) -> list[Example]:
+        """What the source makes of those rows of a block that have a value in each column that needs one."""
+        needed = set(self.source.columns) - set(self.source.nullable)
+        rows = [row for row in block if all(row[column] is not None for column in needed)]
+        rng = random.Random(f"{self.seed}-{self.name}-{number}")
+        try:
+            return list(self.source.build(rows, self.lengths, rng))
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            first = number * BLOCK
+            raise ValueError(
+                f"`{self.name}` must have rows in the form of its data set; got, among rows {first} to "
+                f"{first + len(block) - 1}, one that cannot be read: {error!r}."
+            ) from error
+
     def _count(self, messages: list[dict[str, str]]) -> int:
         encoded: Any = self.tokenizer.apply_chat_template(messages, return_dict=True, **self.template_options)
         return len(encoded["input_ids"])
@@ -125,7 +138,10 @@ class PartBuilder:
     def _stream(self, files: str | None) -> IterableDataset:
         if files is not None:
             kind = "parquet" if files.endswith(".parquet") else "json"
-            return load_dataset(kind, data_files=files, split="train", streaming=True)
+            try:
+                return load_dataset(kind, data_files=files, split="train", streaming=True)
+            except (FileNotFoundError, StopIteration) as error:
+                raise ValueError(f"`files` must name files with rows for {self.name}, got {files!r}.") from error
         if self.source.load is None:
             raise ValueError(
                 f"`files` must name the files of {self.name}, which the Hub does not have: download and unpack them "

@@ -49,6 +49,7 @@ class Source:
         share: of all tokens.
         load: arguments of `datasets.load_dataset`; `None` for what the Hub does not have.
         download: address of what the Hub does not have.
+        nullable: columns that may be null; a row with a null in another makes no example.
     """
 
     columns: tuple[str, ...]
@@ -56,6 +57,7 @@ class Source:
     share: float
     load: dict[str, Any] | None = None
     download: str | None = None
+    nullable: tuple[str, ...] = ()
 
 
 def _chatqa2(rows: Sequence[Row], lengths: Lengths, rng: random.Random) -> Iterator[Example]:
@@ -161,6 +163,7 @@ SOURCES = {
         build=_colt,
         share=0.4,
         download="https://zenodo.org/records/15019938",
+        nullable=("cross_file_dependency", "similar_functions"),
     ),
     "govreport": Source(
         columns=("report", "summary"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,21 +59,24 @@ def mix(folder: Path, sources: Sequence[str], template_options: dict, seed: int)
     filled = [str(part) for part in parts if pq.read_metadata(part).num_rows]
     if not filled:
         raise ValueError("`min_tokens` and `max_tokens` must leave at least one example, got none.")
-    partial, target = folder / "train.partial", folder / "train"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    with tempfile.TemporaryDirectory(dir=folder) as cache:
-        examples = load_dataset("parquet", data_files=filled, split="train", cache_dir=cache)
+    # Hidden, so that what a killed run leaves is no part of the data set.
+    workplace, target = folder / ".mixing", folder / "train"
+    shutil.rmtree(workplace, ignore_errors=True)
+    try:
+        examples = load_dataset("parquet", data_files=filled, split="train", cache_dir=workplace / "cache")
         _print_summary(examples)
         if template_options:
             examples = examples.map(lambda _: {"chat_template_kwargs": template_options})
         examples = examples.shuffle(seed=seed)
+        (workplace / "train").mkdir()
         files = -(-len(examples) // ROWS_PER_FILE)
         for index in range(files):
             shard = examples.shard(files, index, contiguous=True)
-            shard.to_parquet(partial / f"{index:05}.parquet")
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+            shard.to_parquet(workplace / "train" / f"{index:05}.parquet")
+        shutil.rmtree(target, ignore_errors=True)
+        (workplace / "train").rename(target)
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
     print(f"Written: {target}, {len(examples)} examples.")
 
 
@@ -105,7 +107,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat-template-options", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    if not 1 <= args.min_tokens <= args.max_tokens:
+        parser.error(f"--min-tokens must be from 1 to --max-tokens, {args.max_tokens}, got {args.min_tokens}")
+    if args.tokens < 1:
+        parser.error(f"--tokens must be at least 1, got {args.tokens}")
+    if not isinstance(args.chat_template_options, dict):
+        parser.error(f"--chat-template-options must be a JSON object, got {args.chat_template_options!r}")
     pairs = [pair.partition("=")[::2] for pair in args.files]
+    for option, names in (("--sources", args.sources), ("--files", [name for name, _ in pairs])):
+        if len(set(names)) < len(names):
+            parser.error(f"{option} must name each source once, got {', '.join(names)}")
     for name, pattern in pairs:
         if name not in SOURCES or not pattern:
             parser.error(f"--files must be SOURCE=PATTERN, SOURCE one of {', '.join(SOURCES)}, got {name}={pattern}")
@@ -120,7 +131,9 @@ def _keep_settings(args: argparse.Namespace) -> None:
     file = args.output_dir / "settings.json"
     if not file.exists():
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings, indent=1))
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(settings, indent=1))
+        partial.rename(file)
     elif (earlier := json.loads(file.read_text())) != settings:
         raise ValueError(f"`output_dir` must be new or made with {settings}, got one made with {earlier}.")
 

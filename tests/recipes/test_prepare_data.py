@@ -2,12 +2,15 @@
 
 import json
 import random
+import re
+from pathlib import Path
 
 import data_parts
 import prepare_data
 import pyarrow.parquet as pq
 import pytest
 from data_sources import SOURCES, Lengths
+from datasets import load_dataset
 
 
 MINIMUM, MAXIMUM = 300, 1200
@@ -198,6 +201,71 @@ def test_a_missing_column_is_named(prepare, tmp_path, name):
         prepare(tmp_path / "out", sources=(name,), files={name: str(file)})
 
 
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [(name, column) for name, source in SOURCES.items() for column in source.columns if column not in source.nullable],
+    ids=str,
+)
+def test_a_row_with_a_null_makes_no_example(prepare, tmp_path, name, column):
+    def mixture(folder, rows):
+        file = tmp_path / f"{folder}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        return prepare(tmp_path / folder, sources=(name,), files={name: str(file)})
+
+    rng = random.Random(0)
+    rows = [ROWS[name](rng, index) for index in range(35)]
+    assert mixture("null", [*rows, rows[0] | {column: None}]) == mixture("whole", rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("chatqa2", {"answer": []}),
+        ("chatqa2", {"question": 5}),
+        ("musique", {"paragraphs": [{"idx": 0}]}),
+        ("colt", {"similar_functions": ["code"]}),
+        ("xsum", {"summary": 3}),
+    ],
+    ids=["empty-list", "number", "missing-field", "text-for-fields", "number-beside-text"],
+)
+def test_a_row_of_another_form_is_refused(prepare, tmp_path, name, changes):
+    rows = [ROWS[name](random.Random(0), 0) | changes]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(rows[0]))
+    with pytest.raises(
+        ValueError, match=f"`{name}` must have rows in the form of its data set; got, among rows 0 to 0"
+    ):
+        prepare(tmp_path / "out", sources=(name,), files={name: str(file)})
+
+
+@pytest.mark.parametrize("pattern", ["none.jsonl", "none*.jsonl", "empty.jsonl"])
+def test_files_without_rows_are_refused(prepare, tmp_path, pattern):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="`files` must name files with rows for govreport, got"):
+        prepare(tmp_path / "out", sources=("govreport",), files={"govreport": str(tmp_path / pattern)})
+
+
+def test_a_run_killed_while_mixing_leaves_the_data_set_as_it_was(prepare, tmp_path, monkeypatch):
+    before = prepare(tmp_path / "out", sources=("govreport",))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data.shutil, "rmtree", lambda *args, **kwargs: None)  # a killed run clears nothing
+        patch.setattr(Path, "rename", lambda path, target: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(tmp_path / "out", "--tokens", "10000000", sources=("govreport",))
+    read = load_dataset(str(tmp_path / "out"), cache_dir=tmp_path / "cache")
+    assert {name: rows.num_rows for name, rows in read.items()} == {"train": len(before)}
+    assert prepare(tmp_path / "out", sources=("govreport",)) == before
+    assert not (tmp_path / "out" / ".mixing").exists()
+
+
+def test_a_run_killed_before_its_settings_were_kept_can_be_started_again(prepare, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"{") and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(tmp_path, sources=("govreport",))
+    assert prepare(tmp_path, sources=("govreport",))
+
+
 def test_a_source_outside_the_hub_asks_for_its_files(prepare, tmp_path):
     with pytest.raises(ValueError, match=r"`files` must name the files of colt.*zenodo\.org/records/15019938"):
         prepare(tmp_path, sources=("colt",), files={})
@@ -220,6 +288,24 @@ def test_without_files_a_source_is_streamed_from_the_hub(prepare, tmp_path, monk
 def test_no_example_of_a_wanted_length_is_an_error(prepare, tmp_path):
     with pytest.raises(ValueError, match="`min_tokens` and `max_tokens` must leave at least one example"):
         prepare(tmp_path, "--min-tokens", "1199", sources=("chatqa2",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--min-tokens", "0"], "--min-tokens must be from 1 to --max-tokens, 1200, got 0"),
+        (["--min-tokens", "1201"], "--min-tokens must be from 1 to --max-tokens, 1200, got 1201"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--chat-template-options", "[1]"], r"--chat-template-options must be a JSON object, got \[1\]"),
+        (["--sources", "xsum", "xsum"], "--sources must name each source once, got xsum, xsum"),
+        (["--files", "xsum=a", "xsum=b"], "--files must name each source once, got xsum, xsum"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_out_of_range_are_refused(prepare, tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, *options)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_files_of_an_unknown_source_are_refused(prepare, tmp_path, capsys):

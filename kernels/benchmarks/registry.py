@@ -17,10 +17,12 @@ class Operator:
     Args:
         tests: test files; their GPU tier must pass before anything is timed.
         lengths: tokens that it is measured at.
+        gpus: GPUs that it needs.
     """
 
     tests: tuple[str, ...]
     lengths: tuple[int, ...]
+    gpus: int = 1
 
 
 PREFILL_TESTS = ("tests/ops/test_prefill_kernels.py",)
@@ -35,4 +37,5 @@ OPERATORS = {
     "train_step": Operator(TRAINING_TESTS, (64 * K,)),
     "model_prefill": Operator(PREFILL_TESTS, tuple(n * K for n in (32, 128, 256))),
     "generate": Operator(("tests/generation/test_device.py",), (128 * K, 32 * K)),
+    "scaling": Operator(("tests/generation/test_two_devices.py",), (64 * K,), gpus=2),
 }

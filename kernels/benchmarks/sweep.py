@@ -3,8 +3,9 @@
     python kernels/benchmarks/sweep.py prefill selection
     python kernels/benchmarks/sweep.py prefill --lengths 8192 131072 --output /tmp/results
 
-An operator's tests run first, their GPU tier; red tests end the sweep. Rows go to `<output>/<gpu>/<operator>.json` as
-soon as they are measured. Those already there stay if hardware, versions and commit are the same.
+An operator's tests run first, their GPU tier; red tests end the sweep. Rows go to `<output>/<gpu>/<operator>.json`, or
+`<output>/<gpu>-x2/...` for those of two GPUs, as soon as they are measured. Those already there stay if hardware,
+versions and commit are the same.
 """
 
 import argparse
@@ -84,7 +85,8 @@ def run_tests(files: Sequence[str]) -> None:
 def measure(name: str, lengths: Sequence[int], output: Path, commit: str) -> None:
     """Measure one operator."""
     shared, module = environment(commit), importlib.import_module(name)
-    folder = output / shared["hardware"].lower().replace(" ", "-")
+    gpus = OPERATORS[name].gpus
+    folder = output / (shared["hardware"].lower().replace(" ", "-") + (f"-x{gpus}" if gpus > 1 else ""))
     file = ResultFile(folder / f"{name}.json", shared, module.CONDITIONS)
     for row in module.rows(lengths):
         file.add(row)

@@ -113,7 +113,14 @@ def routing_png(
 
 
 def sequence_rows(record: RoutingRecord) -> list[dict[str, Any]]:
-    """A row for each sequence of a record: its tokens and sparsity ratios, for `routing_table`."""
+    """A row for each sequence of a record: its tokens and sparsity ratios.
+
+    Args:
+        record: as `last_routing` returns it.
+
+    Returns:
+        Rows for `routing_table`.
+    """
     columns = {
         "tokens": record.lengths,
         "MSR": record.msr,
@@ -125,7 +132,14 @@ def sequence_rows(record: RoutingRecord) -> list[dict[str, Any]]:
 
 
 def layer_rows(record: RoutingRecord) -> list[dict[str, Any]]:
-    """A row for each routed layer of a record: its heads, and which share of them is sparse over all sequences."""
+    """A row for each routed layer of a record: its heads, and which share of them is sparse over all sequences.
+
+    Args:
+        record: as `last_routing` returns it.
+
+    Returns:
+        Rows for `routing_table`.
+    """
     shares = record.decisions.float().mean(dim=(0, 2)).tolist()
     heads = record.decisions.shape[2]
     return [{"layer": index, "heads": heads, "MSR": share} for index, share in zip(record.layers, shares)]

@@ -9,7 +9,12 @@ from torch import Tensor
 
 
 class LinearWeights(NamedTuple):
-    """Weight `[out, in]` and bias `[out]` of a linear layer, which computes in its input's dtype."""
+    """A linear layer, which computes in its input's dtype.
+
+    Args:
+        weight: `[out, in]`.
+        bias: `[out]`.
+    """
 
     weight: Tensor
     bias: Tensor
@@ -19,9 +24,14 @@ class LinearWeights(NamedTuple):
 
 
 class RouterWeights(NamedTuple):
-    """The linear layers of a router: Task MLP `task_*`, Router MLP `router_*`.
+    """The linear layers of a router.
 
-    `*_up` are `[hidden, head_dim]`, `*_down` `[head_dim, hidden]`, `router_out` is `[2, head_dim]`.
+    Args:
+        task_up: `[hidden, head_dim]`, first of the Task MLP.
+        task_down: `[head_dim, hidden]`, second of the Task MLP.
+        router_up: `[hidden, head_dim]`, first of the Router MLP.
+        router_down: `[head_dim, hidden]`, second of the Router MLP.
+        router_out: `[2, head_dim]`, the logits' layer.
     """
 
     task_up: LinearWeights

@@ -1,14 +1,15 @@
-# `make demo` and `make test` make what they need in $(VENV), from constraints.txt.
+# Each target makes what it needs in $(VENV), from $(CONSTRAINTS).
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 VENV_ARGS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quality
+.PHONY: help demo test test-compat quality docs
 
 help: ## list the targets
-	@awk -F ': .*## ' '/^[a-z]+: .*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ': .*## ' '/^[a-z-]+: .*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." is handed on: make demo ARGS="--help", make test ARGS="-m slow -k streaming"'
 
 demo: $(VENV)/.installed-demo ## train, save, reload and use an adapter on SmolLM2-135M (writes out/)
@@ -17,10 +18,16 @@ demo: $(VENV)/.installed-demo ## train, save, reload and use an adapter on SmolL
 test: $(VENV)/.installed-test ## run the tests; the slow and the GPU tier only when asked: ARGS="-m slow"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
 
+test-compat: ## run the tests with the oldest transformers, peft and huggingface_hub, in an environment of its own
+	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt
+
 quality: $(VENV)/.installed-quality ## lint, formatting and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.installed-docs ## write the API reference, out/reference/index.html
+	$(VENV)/bin/python recipes/reference.py $(ARGS)
 
 # Debian splits venv's ensurepip into a package of its own, so pip is installed by the pip that is there.
 $(VENV)/bin/pip:
@@ -29,6 +36,6 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m pip --python $(VENV)/bin/python install --quiet --ignore-installed pip
 
 # setuptools warns about every editable install.
-$(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/bin/pip
-	PYTHONWARNINGS=ignore $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) $(VENV)/bin/pip
+	PYTHONWARNINGS=ignore $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$*]'
 	@touch $@

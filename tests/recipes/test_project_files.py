@@ -18,22 +18,26 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def read_pins(name):
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
 @pytest.fixture(scope="module")
 def pins():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    return read_pins("constraints.txt")
 
 
 def make(*arguments):
     return subprocess.run(["make", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "quality"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-compat", "quality", "docs"])
 def test_help_lists_the_target(target):
     assert re.search(rf"^  make {target} ", make("help").stdout, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("extra", ["demo", "test", "quality"])
+@pytest.mark.parametrize("extra", ["demo", "test", "quality", "docs"])
 def test_each_target_installs_an_extra_that_exists(project, extra):
     assert f"'.[{extra}]'" in make("--dry-run", "--always-make", extra).stdout
     assert extra in project["optional-dependencies"]
@@ -57,6 +61,22 @@ def test_every_dependency_is_pinned_within_its_range(project, pins):
         if requirement.name in ("elastic_peft", "triton"):  # torch pins the triton that it was built with
             continue
         assert Version(pins[requirement.name]) in requirement.specifier, requirement.name
+
+
+def test_compatibility_is_tested_at_the_lower_bounds(project, pins):
+    bounds = {}
+    for requirement in map(Requirement, project["dependencies"]):
+        if requirement.name in ("transformers", "peft", "huggingface_hub"):
+            (bound,) = (Version(part.version) for part in requirement.specifier if part.operator == ">=")
+            bounds[requirement.name] = bound
+    oldest = {name: Version(version) for name, version in read_pins("constraints-oldest.txt").items()}
+    assert oldest == {name: Version(version) for name, version in pins.items()} | bounds
+
+
+def test_compatibility_has_an_environment_of_its_own():
+    commands = make("--dry-run", "test-compat").stdout
+    assert ".venv-oldest/bin/python -m pytest" in commands
+    assert "--constraint constraints-oldest.txt" in commands
 
 
 def test_hooks_lint_with_the_pinned_ruff(pins):

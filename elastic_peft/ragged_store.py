@@ -173,7 +173,8 @@ class RaggedStore:
         """Makes row `index[i]` row i.
 
         Args:
-            index: int64 `[N]`. Waits for the device where the rows have other sizes.
+            index: int64 `[N]`. Where the rows differ in size the device is waited for, by the first of the layers that
+                are given the same tensor.
         """
         self.padding = _select(self.padding, index)
         if self._full_heads is not None:
@@ -245,4 +246,13 @@ def _select(values: list[int], index: torch.Tensor) -> list[int]:
     """`values[index]`; waits for the device only if they differ."""
     if len(set(values)) == 1:
         return values[:1] * len(index)
-    return [values[i] for i in index.tolist()]
+    return [values[i] for i in _read(index)]
+
+
+def _read(index: torch.Tensor) -> list[int]:
+    """The values of `index`, which keeps them: every layer of a cache is reordered by the same tensor."""
+    version = None if index.is_inference() else index._version
+    known = getattr(index, "elastic_values", None)
+    if known is None or known[0] != version:
+        known = index.elastic_values = (version, index.tolist())  # type: ignore[attr-defined]
+    return known[1]

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from elastic_peft import forced_routing, last_routing
 from elastic_peft.cache import RoutedDynamicLayer, RoutedRaggedLayer, make_routing_memory
-from elastic_peft.ragged_store import SLACK
+from elastic_peft.ragged_store import SLACK, _select
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,25 @@ def test_no_tensor_of_the_whole_prompt_outlives_its_layer(model):
         patch.setattr(RoutedRaggedLayer, "update", watch)
         filled_cache(model, tokens(100))
     assert len(seen) == 8
+
+
+@torch.no_grad()
+def test_all_layers_read_the_order_of_beams_once(model, monkeypatch):
+    ids, mask = left_padded([100, 60])
+    cache = filled_cache(model, ids, attention_mask=mask)
+    read = []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda index: read.append(index) or [index[0].item(), index[1].item()])
+    for order in ([1, 1], [0, 0]):
+        cache.reorder_cache(torch.tensor(order))
+    assert len(read) == 1  # both rows are alike when the second order comes
+    assert [layer.store.padding for layer in cache.layers] == [[40, 40]] * 4
+
+
+def test_an_order_that_is_written_over_is_read_again():
+    store_order = torch.tensor([1, 0])
+    assert _select([5, 7], store_order) == [7, 5]
+    store_order.fill_(0)
+    assert _select([5, 7], store_order) == [5, 5]
 
 
 def test_the_record_counts_the_bytes_that_are_held(model):

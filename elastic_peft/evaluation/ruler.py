@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .ruler_lists import common_words, frequent_words, variable_tracking
 from .ruler_needles import NeedleTask
-from .ruler_prompt import Draft, Sources, fit_prompt
+from .ruler_prompt import Draft, Sources, fit_prompts
 from .ruler_questions import multi_hop, single_hop
 
 
@@ -90,28 +90,27 @@ def build_examples(
         The prompts, task by task.
 
     Raises:
-        ValueError: an unknown task, `length` is too short for one, or `sources` hold too little for one.
+        ValueError: an unknown task, no samples, `length` is too short for a task, or `sources` hold too little.
     """
-    return [
-        _build_example(tokenizer, sources, task, length, f"{seed}-{task}-{length}-{index}")
-        for task in check_tasks(tasks)
-        for index in range(samples)
-    ]
+    if samples < 1:
+        raise ValueError(f"`samples` must be at least 1, got {samples}.")
+    examples = []
+    for task in check_tasks(tasks):
+        generators = (random.Random(f"{seed}-{task}-{length}-{index}") for index in range(samples))
+        drafts = [TASKS[task].draft(generator, sources, length) for generator in generators]
+        prompts = fit_prompts(tokenizer, drafts, length - ANSWER_ROOM)
+        examples += [Example(task, length, ids, draft.references) for ids, draft in zip(prompts, drafts, strict=True)]
+    return examples
 
 
 def check_tasks(tasks: Iterable[str]) -> Sequence[str]:
-    """`tasks`, each of which is in `TASKS`.
+    """`tasks`, each of which is in `TASKS`, once.
 
     Raises:
         ValueError: one is not.
     """
-    tasks = list(tasks)
+    tasks = list(dict.fromkeys(tasks))
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"`tasks` must be among {', '.join(TASKS)}, got {task!r}.")
     return tasks
-
-
-def _build_example(tokenizer, sources: Sources, task: str, length: int, seed: str) -> Example:
-    draft = TASKS[task].draft(random.Random(seed), sources, length)
-    return Example(task, length, fit_prompt(tokenizer, draft, length - ANSWER_ROOM), draft.references)

@@ -59,6 +59,7 @@ def common_words(rng: random.Random, sources: Sources, length: int) -> Draft:
         answer_prefix=f"The {COMMON_WORDS} most common words of the list are",
         references=tuple(common),
         smallest=COMMON_WORDS,
+        largest=len(others),
     )
 
 

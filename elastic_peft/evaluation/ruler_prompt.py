@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, partial
 
 from transformers import PreTrainedTokenizerBase
 
 
-# One token in the vocabularies of byte-pair and unigram tokenizers, however often it is repeated.
+# One token in most vocabularies, however often it is repeated.
 FILLER = " ."
-# Tokens that are not worth another look at how much fits.
+# Tokens that are filled up rather than searched for a context that needs fewer.
 SLACK = 16
+# What a prompt that is being fitted is: asks for the token ids of messages, and ends with those of its own.
+Fitting = Generator[str, list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Draft:
         answer_prefix: how the answer begins; the model continues it.
         references: what the answer must contain.
         smallest: the smallest size of the context.
+        largest: the largest size that its source has text for, `None` if there is no end; larger ones are an error.
     """
 
     instruction: str
@@ -66,64 +69,104 @@ class Draft:
     answer_prefix: str
     references: tuple[str, ...]
     smallest: int = 0
+    largest: int | None = None
 
     def message(self, size: int, filler: int = 0) -> str:
         """The user's message with a context of this size and so many tokens of filler after it."""
         return f"{self.instruction}\n\n{self.context(size)}{FILLER * filler}\n\n{self.question}"
 
 
-def fit_prompt(tokenizer: PreTrainedTokenizerBase, draft: Draft, length: int) -> list[int]:
-    """The longest prompt of a draft, filled up with dots.
+def fit_prompts(tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Draft], length: int) -> list[list[int]]:
+    """The longest prompt of each draft, filled up with dots.
 
     Args:
         tokenizer: its chat template is applied if it has one.
-        draft: the prompt to be.
+        drafts: the prompts to be. They are fitted together, for a tokenizer reads many texts at once on all cores.
         length: tokens.
 
     Returns:
-        Token ids: `length` of them, or fewer with a tokenizer that joins the dots; never more.
+        Token ids: `length` of them, or a few less with a tokenizer that has no dot of one token; never more.
 
     Raises:
-        ValueError: the draft's smallest context is longer than `length`.
+        ValueError: a draft's smallest context is longer than `length`, or its source has too little text for it.
     """
+    fittings = [_fit(draft, length) for draft in drafts]
+    prompts: list[list[int]] = [[]] * len(drafts)
+    asked = {index: next(fitting) for index, fitting in enumerate(fittings)}
+    while asked:
+        answers = _encode(tokenizer, asked.values(), [drafts[index].answer_prefix for index in asked])
+        for index, ids in zip(list(asked), answers, strict=True):
+            try:
+                asked[index] = fittings[index].send(ids)
+            except StopIteration as end:
+                del asked[index]
+                prompts[index] = end.value
+    return prompts
 
-    @cache
-    def encode(size: int) -> list[int]:
-        return _encode(tokenizer, draft.message(size), draft.answer_prefix)
 
-    size = _largest_size(lambda size: len(encode(size)), length, draft.smallest)
-    ids = encode(size)
-    filled = _encode(tokenizer, draft.message(size, filler=length - len(ids)), draft.answer_prefix)
-    return filled if len(filled) == length else ids
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, message: str, answer_prefix: str) -> list[int]:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, messages: Iterable[str], answer_prefixes: Iterable[str]
+) -> list[list[int]]:
     if not tokenizer.chat_template:
-        return tokenizer(f"{message}\n{answer_prefix}").input_ids
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}],
+        return tokenizer([f"{message}\n{prefix}" for message, prefix in zip(messages, answer_prefixes)]).input_ids
+    chats = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": message}] for message in messages],
         tokenize=False,
         add_generation_prompt=True,
         enable_thinking=False,  # templates that know no thinking ignore it
     )
-    return tokenizer(chat + answer_prefix, add_special_tokens=False).input_ids
+    texts = [chat + prefix for chat, prefix in zip(chats, answer_prefixes)]
+    return tokenizer(texts, add_special_tokens=False).input_ids
 
 
-def _largest_size(count: Callable[[int], int], limit: int, smallest: int) -> int:
-    """About the largest size with at most `limit` tokens, where tokens grow about evenly with the size."""
-    low, low_tokens = smallest, count(smallest)
-    if low_tokens > limit:
-        raise ValueError(f"`length` must leave room for a prompt of {low_tokens} tokens in this task, got {limit}.")
-    high, guess = None, smallest + 32
-    while True:
-        tokens = count(guess)
-        unit = max((tokens - low_tokens) / (guess - low), 0.5)
-        if tokens > limit:
-            high = guess
+def _fit(draft: Draft, length: int) -> Fitting:
+    """Fits the context, then the filler."""
+    ids = yield draft.message(draft.smallest)
+    if len(ids) > length:
+        raise ValueError(f"`length` must leave room for a prompt of {len(ids)} tokens in this task, got {length}.")
+    size, ids = yield from _grow(draft.message, length, draft.smallest, ids, 32, SLACK, draft.largest)
+    _, ids = yield from _grow(partial(draft.message, size), length, 0, ids, length - len(ids))
+    return ids
+
+
+def _grow(
+    message: Callable[[int], str],
+    length: int,
+    size: int,
+    ids: list[int],
+    step: int,
+    slack: int = 1,
+    largest: int | None = None,
+) -> Generator[str, list[int], tuple[int, list[int]]]:
+    """The largest size with at most `length` tokens, or one that lacks less than `slack`, and its token ids.
+
+    Args:
+        message: text by size, whose tokens grow about evenly.
+        length: tokens.
+        size: a size with at most `length` tokens.
+        ids: token ids of `size`.
+        step: how much larger the first other size is.
+        slack: tokens.
+        largest: size beyond which there is text for no more; that is asked for only if it is lacking.
+    """
+    too_large, stalls = None, 0
+    while len(ids) + slack <= length and too_large != size + 1:
+        tried = size + step
+        if too_large is not None:
+            tried = min(tried, too_large - 1)
+        if largest is not None:
+            tried = max(min(tried, largest), size + 1)
+        tried_ids = yield message(tried)
+        unit = (len(tried_ids) - len(ids)) / (tried - size)
+        if len(tried_ids) > length:
+            too_large = tried
         else:
-            low, low_tokens = guess, tokens
-        if limit - low_tokens < max(unit, SLACK) or high == low + 1:
-            return low
-        guess = low + max(int((limit - low_tokens) / unit), 1)
-        if high is not None:
-            guess = min(guess, high - 1)
+            size, ids = tried, tried_ids
+            # Once: the first dot may make one token with what follows. Twice: a tokenizer that has none for dots.
+            stalls += unit <= 0
+            if stalls == 2:
+                break
+        if unit > length - len(ids):
+            break
+        step = max(int((length - len(ids)) / max(unit, 0.5)), 1)
+    return size, ids

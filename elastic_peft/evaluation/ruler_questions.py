@@ -40,4 +40,5 @@ def _ask(rng: random.Random, questions: Sequence[Question], name: str) -> Draft:
         question=f"Question: {asked.text}",
         answer_prefix="Answer:",
         references=asked.answers,
+        largest=len(distractors),
     )

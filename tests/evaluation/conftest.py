@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from elastic_peft.evaluation.ruler_prompt import Question, Sources
@@ -36,6 +36,21 @@ def tokenizer():
 def byte_tokenizer():
     """Two tokens for each dot that fills a prompt, and no chat template."""
     return make_tokenizer([], 259, chat_template=None)
+
+
+@pytest.fixture(scope="session")
+def joining_tokenizer():
+    """Joins punctuation and the line ends after it, as the vocabularies of Llama 3 and Qwen do."""
+    trained = Tokenizer(models.BPE())
+    pieces = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pieces), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, show_progress=False)
+    trained.train_from_iterator([PROSE, *(end * 500 for end in (" .", " .\n\n", ".\n\n", "\n\n"))], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=trained)
 
 
 @pytest.fixture(scope="session")

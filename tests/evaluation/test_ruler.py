@@ -1,14 +1,18 @@
 """RULER's prompts: as long as asked, the same again, answered by their text alone, and scored as the paper does."""
 
+import copy
 import random
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from tokenizers import normalizers
 
 from elastic_peft.evaluation.ruler import ANSWER_ROOM, TASKS, Example, build_examples
 from elastic_peft.evaluation.ruler_needles import NeedleTask, hide
+from elastic_peft.evaluation.ruler_prompt import SLACK, Draft, fit_prompts
 
 
 LENGTH = 1600
@@ -37,7 +41,29 @@ def test_length_is_exact(tokenizer, sources, task, length):
 @pytest.mark.parametrize("length", range(700, 720))
 def test_length_is_never_exceeded_where_dots_cannot_fill_it(byte_tokenizer, sources, length):
     (example,) = build_examples(byte_tokenizer, sources, length, tasks=["niah_single_1"], samples=1)
-    assert length - ANSWER_ROOM - 64 < len(example.input_ids) <= length - ANSWER_ROOM
+    assert length - ANSWER_ROOM - 1 <= len(example.input_ids) <= length - ANSWER_ROOM
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_length_is_exact_where_the_last_dot_joins_what_follows(joining_tokenizer, sources, task):
+    examples = build_examples(joining_tokenizer, sources, 1100, tasks=[task], samples=6)
+    assert {len(example.input_ids) for example in examples} == {1100 - ANSWER_ROOM}
+
+
+def test_a_tokenizer_that_drops_dots_comes_to_an_end(tokenizer, sources):
+    dropping = copy.deepcopy(tokenizer)
+    dropping.backend_tokenizer.normalizer = normalizers.Replace(" .", "")
+    (example,) = build_examples(dropping, sources, 700, tasks=["niah_single_2"], samples=1)
+    assert 0 < 700 - ANSWER_ROOM - len(example.input_ids) < SLACK
+
+
+def test_samples_must_be_some(tokenizer, sources):
+    with pytest.raises(ValueError, match="`samples` must be at least 1, got 0"):
+        build_examples(tokenizer, sources, LENGTH, samples=0)
+
+
+def test_a_task_that_is_named_twice_is_built_once(tokenizer, sources):
+    assert len(build_examples(tokenizer, sources, LENGTH, tasks=["vt", "vt"], samples=1)) == 1
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -152,6 +178,26 @@ def test_sources_that_hold_too_little_are_refused(tokenizer, sources, task, fiel
     little = replace(sources, **{field: getattr(sources, field)[:25]})
     with pytest.raises(ValueError, match=rf"`{field}` must hold more"):
         build_examples(tokenizer, little, LENGTH, tasks=[task], samples=1)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_source_is_refused_only_where_it_holds_too_little(tokenizer, lacking):
+    def draft(largest):
+        def context(size):
+            if size > largest:
+                raise ValueError(f"{size} of {largest}")
+            return "license work copyright notice " * 5 * size
+
+        return Draft("", context, "", "", (), largest=largest)
+
+    prompt = partial(fit_prompts, tokenizer, length=1000)
+    (expected,) = prompt([draft(10_000)])
+    needed = tokenizer.decode(expected).count("license") // 5
+    if lacking:
+        with pytest.raises(ValueError, match=f"{needed} of {needed - 1}"):
+            prompt([draft(needed - 1)])
+    else:
+        assert prompt([draft(needed)]) == [expected]
 
 
 def test_without_questions_their_task_is_refused(tokenizer, sources):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .attention import ATTENTION_NAME
+from .cache import empty_cache
 from .context import DecoderScopes, decoder_scope, routed_decoder
 from .families import RoutedLayer
 from .hooks import DecoderHook, cache_argument, keep_record, pass_labels, route_attention
@@ -95,7 +96,7 @@ class RoutedGenerate:
 
     Raises:
         ValueError: when called with `prefill_chunk_size`: a prompt is routed by both of its ends, which chunks keep
-            apart.
+            apart; or when `reroute` is to empty what is no transformers cache.
     """
 
     def __init__(self, model: nn.Module):
@@ -125,7 +126,7 @@ def _generate(model: Any, reroute: bool, *args: Any, **kwargs: Any):
         raise ValueError(f"`prefill_chunk_size` must be None with an ELASTIC adapter, got {chunk}.")
     cache = cache_argument(given)
     if reroute and cache is not None:
-        cache.reset()
+        empty_cache(cache)
     names = ("inputs_embeds", "input_ids", "inputs")
     inputs = next((given[name] for name in names if given.get(name) is not None), None)
     scope = decoder_scope(routed_decoder(model))

@@ -217,6 +217,21 @@ class RoutedRaggedLayer(RoutedDynamicLayer):
 ROUTED_LAYERS = {DynamicLayer: RoutedDynamicLayer, StaticLayer: RoutedStaticLayer}
 
 
+def empty_cache(cache: Cache) -> None:
+    """Resets a cache such that its next prompt is the first.
+
+    Raises:
+        ValueError: it is no cache with layers.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"`cache` must be a transformers cache with layers, got {type(cache).__name__}.")
+    cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):  # before transformers 5.18 it zeroes its keys and keeps them
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+
+
 def make_routing_memory(cache: Cache, index: int, frees_keys: bool) -> RoutingMemory:
     """Gives an empty layer of `cache` a memory for the prompts that it is about to receive.
 

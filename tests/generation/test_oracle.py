@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from families_zoo import build
-from generation.tiny import LENGTHS, NEW_TOKENS, assert_same_logits, generate, left_padded, routed, tokens
+from families_zoo import SUPPORTED, build, perturb_routers
+from generation.tiny import LENGTHS, NEW_TOKENS, assert_same_logits, generate, left_padded, logits_of, routed, tokens
+from peft import get_peft_model
 from transformers import DynamicCache, StaticCache, TextStreamer
 
-from elastic_peft import forced_routing, last_routing
+from elastic_peft import ElasticConfig, forced_routing, last_routing
 
 
 PROMPT = tokens(40)
@@ -128,6 +129,24 @@ def test_a_turn_that_is_routed_anew(any_model, make_cache):
     assert_follows_one_pass(any_model, output, prompt_end=chat.shape[1])
     generate(any_model, input_ids=chat)
     assert torch.equal(last_routing(any_model).decisions, decisions)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_text", "qwen3_next"])
+@torch.no_grad()
+def test_layers_beside_the_routed_ones_read_a_rerouted_turn_anew(family):
+    config = ElasticConfig(sink_size=2, window_size=4, pool_size=4, standardize_input=False)
+    mixed = get_peft_model(build(family, **SUPPORTED[family][0]), config).eval()
+    perturb_routers(mixed)
+    cache = DynamicCache(config=mixed.config)
+    chat = torch.cat([generate(mixed, input_ids=PROMPT, past_key_values=cache).sequences, tokens(9, seed=9)], dim=1)
+    options = {"input_ids": chat, "attention_mask": torch.ones_like(chat)}  # a token may be the one that pads
+    rerouted = generate(mixed, **options, past_key_values=cache, reroute=True)
+    assert_same_logits(logits_of(rerouted), logits_of(generate(mixed, **options)))
+
+
+def test_only_a_cache_can_be_emptied_to_route_anew(model):
+    with pytest.raises(ValueError, match="`cache` must be a transformers cache with layers, got tuple"):
+        generate(model, input_ids=PROMPT, past_key_values=(), reroute=True)
 
 
 def test_a_second_turn_of_a_left_padded_batch(any_model):

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
-from tokenizers import ByteLevelBPETokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,6 +37,21 @@ parser.add_argument("--output-dir", type=Path, default=Path("out"))
 settings, _ = parser.parse_known_args()  # a notebook's kernel has arguments of its own
 folder = settings.output_dir / "tour"
 folder.mkdir(parents=True, exist_ok=True)
+
+
+# %% Data: each row's task names the sparsity that it is trained towards
+FILLER = "The lamp is lit at dusk and put out at dawn. "
+
+
+def example(index: int) -> dict[str, str]:
+    """Every other row asks for a detail far behind; the rest for what the text repeats."""
+    text = f"Key {index} opens the gate. " + FILLER * 24
+    if index % 2:
+        return {"task": "single_qa", "prompt": text + "Which key opens the gate? ", "completion": f"Key {index}"}
+    return {"task": "summarization", "prompt": text + "In short: ", "completion": "A lamp burns at night."}
+
+
+dataset = Dataset.from_list([example(index) for index in range(8)])
 
 
 # %% A base model and its tokenizer
@@ -60,11 +76,10 @@ def load_base():
 
 
 if settings.model is None:
-    # One token for each byte.
-    alphabet = {character: index for index, character in enumerate(sorted(ByteLevel.alphabet()))}
-    byte_level = ByteLevelBPETokenizer({**alphabet, "<eos>": len(alphabet)}, merges=[])
-    byte_level.add_special_tokens(["<eos>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level._tokenizer, eos_token="<eos>", pad_token="<eos>")
+    words = sorted({word for row in dataset for word in f"{row['prompt']} {row['completion']}".split()})
+    word_level = Tokenizer(WordLevel({word: index for index, word in enumerate(["<eos>", *words])}, unk_token="<eos>"))
+    word_level.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_level, eos_token="<eos>", pad_token="<eos>")
 else:
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
 
@@ -73,21 +88,7 @@ else:
 config = ElasticConfig(task_type="CAUSAL_LM", mode_pair="FA-SSA", sink_size=16, window_size=64)
 model = get_peft_model(load_base(), config)
 model.print_trainable_parameters()
-
-# %% Data: each row's task names the sparsity it is trained towards
-print("targets:", config.t_values)
-FILLER = "The lamp is lit at dusk and put out at dawn. "
-
-
-def example(index: int) -> dict[str, str]:
-    """Every other row asks for a detail far behind; the rest for what the text repeats."""
-    text = f"Key {index} opens the gate. " + FILLER * 6
-    if index % 2:
-        return {"task": "single_qa", "prompt": text + "Which key opens the gate? ", "completion": f"Key {index}."}
-    return {"task": "summarization", "prompt": text + "In short: ", "completion": "A lamp burns at night."}
-
-
-dataset = Dataset.from_list([example(index) for index in range(8)])
+print("sparsity targets:", config.t_values)
 
 # %% One training step: language modelling plus the regulariser of each task's sparsity
 args = ElasticSFTConfig(

@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = _parse(arguments)
     check_tasks(args.tasks)
     static = _read_static(args.static) if args.static else {}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    _read_results(args.output)  # hours before it is needed
     transformers.logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     sources = python_sources(args.haystack)
@@ -63,15 +65,29 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _read_static(file: Path) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(mask, dtype=torch.bool) for name, mask in json.loads(file.read_text()).items()}
+    masks = json.loads(file.read_text(encoding="utf-8"))
+    for name, rows in masks.items():
+        is_mask = isinstance(rows, list) and all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows)
+        if not is_mask or any(head not in (0, 1) for row in rows for head in row):
+            raise ValueError(f"`static` must hold rows of one length of 0 and 1, got others for {name!r} in {file}.")
+    return {name: torch.tensor(rows, dtype=torch.bool) for name, rows in masks.items()}
+
+
+def _read_results(file: Path) -> dict:
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not isinstance(results, dict):
+        raise ValueError(f"`output` must be a file of results with a `ruler` list or none, got {file}.")
+    return {"ruler": [], **results}
 
 
 def _write(file: Path, rows: list[dict]) -> None:
     """Puts rows into the `ruler` list of a results file, in place of those that they measure again."""
-    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    results = _read_results(file)
     new = {_key(row) for row in rows}
-    results["ruler"] = [row for row in results.get("ruler", []) if _key(row) not in new] + rows
-    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    results["ruler"] = [row for row in results["ruler"] if _key(row) not in new] + rows
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    part.replace(file)  # at once: the file may hold other results
 
 
 def _key(row: dict) -> tuple:

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 FILLER = " ."
 # Tokens that are filled up rather than searched for a context that needs fewer.
 SLACK = 16
+# Words of a sentence.
+LONGEST = 100
 # What a prompt that is being fitted is: asks for the token ids of messages, and ends with those of its own.
 Fitting = Generator[str, list[int], list[int]]
 
@@ -45,8 +47,16 @@ class Sources:
 
     @cached_property
     def sentences(self) -> list[list[str]]:
-        """The words of each sentence of the prose."""
-        return [sentence.split() for sentence in re.split(r"(?<=[.!?])\s+", self.prose.strip()) if sentence]
+        """The words of each sentence of the prose; longer ones than usual are cut, for needles stand between them.
+
+        Raises:
+            ValueError: there are no words.
+        """
+        sentences = [sentence.split() for sentence in re.split(r"(?<=[.!?])\s+", self.prose)]
+        cut = [words[i : i + LONGEST] for words in sentences for i in range(0, len(words), LONGEST)]
+        if not cut:
+            raise ValueError("`prose` must hold words, got none.")
+        return cut
 
 
 @dataclass(frozen=True)

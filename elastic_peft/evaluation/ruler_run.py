@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from statistics import mean
 from typing import Any
 
@@ -14,7 +15,8 @@ from accelerate.utils import find_executable_batch_size
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from ..context import forced_routing, last_routing
+from ..context import evaluation_mode, forced_by_layer, forced_routing, last_routing, routed_decoder
+from ..hooks import active_routers
 from .ruler import Example
 
 
@@ -65,10 +67,10 @@ def evaluate(
     """Scores of greedy answers with the base model's own attention, with every head sparse, routed, and in given ways.
 
     Args:
-        model: a `PeftModel` with an ELASTIC adapter, in evaluation mode.
+        model: a `PeftModel` with an ELASTIC adapter.
         tokenizer: the model's.
         examples: from `ruler.build_examples`.
-        static: more ways to run, by name: bool `[L, H]`, True = sparse.
+        static: more ways to run, by names of their own: bool `[L, H]`, True = sparse.
         batch_tokens: prompt tokens of a batch at most, and one prompt at least; fewer where the memory is too small.
 
     Returns:
@@ -77,21 +79,20 @@ def evaluate(
         ESR of the routed prompts; n of them.
 
     Raises:
-        ValueError: `model` has no ELASTIC adapter, or a mask in `static` has other layers or heads.
+        ValueError: `model` has no ELASTIC adapter, or a mask in `static` has other layers or heads, or the name of
+            another way.
     """
-    ways: dict[str, Callable[[], AbstractContextManager]] = {
-        "full": model.disable_adapter,
-        "all_sparse": partial(forced_routing, model, "sparse"),
-        "routed": nullcontext,
-        **{name: partial(forced_routing, model, mask) for name, mask in (static or {}).items()},
-    }
+    ways = _ways(model, static or {})
     rows = {(example.task, example.length): _Row() for example in examples}
-    with tqdm(total=len(examples) * len(ways), desc="RULER", unit="prompt") as bar:
+    with evaluation_mode(model), tqdm(total=len(examples) * len(ways), desc="RULER", unit="prompt") as bar:
         for way, enter in ways.items():
             bar.set_postfix_str(way)
             for group in _groups_of_one_length(examples):
                 with enter():
-                    answers, ratios = _answer(model, tokenizer, group, batch_tokens, bar, is_routed=way == "routed")
+                    # What did not fit once is not tried again.
+                    answers, ratios, batch_tokens = _answer(
+                        model, tokenizer, group, batch_tokens, bar, is_routed=way == "routed"
+                    )
                 for example, answer in zip(group, answers, strict=True):
                     row = rows[example.task, example.length]
                     row.scores.setdefault(way, []).append(100 * example.score(answer))
@@ -101,6 +102,22 @@ def evaluate(
     return [
         {"task": task, "length": length, "mode_pair": mode_pair, **row.means()} for (task, length), row in rows.items()
     ]
+
+
+def _ways(model: Any, static: Mapping[str, torch.Tensor]) -> dict[str, Callable[[], AbstractContextManager]]:
+    """Ways to run a model, by name. All masks are checked before the first one runs."""
+    routers = active_routers(routed_decoder(model))
+    heads = {router.layer.index: router.layer.num_key_value_heads for router in routers}
+    ways: dict[str, Callable[[], AbstractContextManager]] = {
+        "full": model.disable_adapter,
+        "all_sparse": partial(forced_routing, model, "sparse"),
+        "routed": nullcontext,
+    }
+    for name, mask in static.items():
+        if name in ways:
+            raise ValueError(f"`static` must have names other than {', '.join(ways)}, got {name!r}.")
+        forced_by_layer(mask, heads, num_sequences=1)
+    return ways | {name: partial(forced_routing, model, mask) for name, mask in static.items()}
 
 
 @dataclass
@@ -132,13 +149,14 @@ def _answer(
     bar: tqdm,
     *,
     is_routed: bool,
-) -> tuple[list[str], list[tuple[float, float]]]:
-    """Answers to prompts of one length in batches that fit the memory, and the MSR and ESR of each where routed."""
-    at_once = max(batch_tokens // len(examples[0].input_ids), 1)
-    start = bar.n
+) -> tuple[list[str], list[tuple[float, float]], int]:
+    """Answers to prompts of one length, the MSR and ESR of each where routed, and the `batch_tokens` that fitted."""
+    length, start = len(examples[0].input_ids), bar.n
+    at_once = min(max(batch_tokens // length, 1), len(examples))
+    halves = (at_once >> times for times in count(1))
 
-    @find_executable_batch_size(starting_batch_size=min(at_once, len(examples)))
-    def answer(batch_size: int) -> tuple[list[str], list[tuple[float, float]]]:
+    @find_executable_batch_size(starting_batch_size=at_once, reduce_batch_size_fn=lambda: next(halves))
+    def answer(batch_size: int) -> tuple[list[str], list[tuple[float, float]], int]:
         answers: list[str] = []
         ratios: list[tuple[float, float]] = []
         for first in range(0, len(examples), batch_size):
@@ -148,7 +166,7 @@ def _answer(
                 assert record is not None
                 ratios += zip(record.msr.tolist(), record.esr.tolist())
             bar.update(start + len(answers) - bar.n)
-        return answers, ratios
+        return answers, ratios, batch_tokens if batch_size == at_once else batch_size * length
 
     return answer()
 

@@ -58,6 +58,28 @@ def test_rows_that_are_measured_again_are_replaced(evaluate, command, tmp_path):
     assert [row["score"]["full"] >= 0 for row in results["ruler"]] == [True, True]
 
 
+def test_a_write_that_is_cut_short_leaves_the_results(evaluate, command, tmp_path, monkeypatch):
+    before = json.dumps({"tasks": ["kept"]})
+    (tmp_path / "results.json").write_text(before)
+    monkeypatch.setattr(Path, "write_text", lambda file, text, **_: file.write_bytes(text[:5].encode()) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(command("--lengths", "320", "--tasks", "vt", "--samples", "1"))
+    assert (tmp_path / "results.json").read_text() == before
+
+
+def test_a_file_that_cannot_take_results_is_refused_before_anything_is_loaded(evaluate, tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="`output` must be a file of results"):
+        evaluate(["--model", "none", "--adapter", "none", "--output", str(tmp_path / "list.json")])
+
+
+@pytest.mark.parametrize("rows", [[[0, 1], [1]], [[0.3, 0.9]], {"mask": [[0, 1]]}, [0, 1]])
+def test_a_file_of_other_things_than_masks_is_refused(evaluate, tmp_path, rows):
+    (tmp_path / "masks.json").write_text(json.dumps({"scores": rows}))
+    with pytest.raises(ValueError, match="`static` must hold rows of one length of 0 and 1, got others for 'scores'"):
+        evaluate(["--model", "none", "--adapter", "none", "--static", str(tmp_path / "masks.json")])
+
+
 def test_an_unknown_task_is_refused_before_anything_is_loaded(evaluate):
     with pytest.raises(ValueError, match="`tasks` must be among"):
         evaluate(["--model", "none", "--adapter", "none", "--tasks", "niah"])

@@ -200,6 +200,18 @@ def test_a_source_is_refused_only_where_it_holds_too_little(tokenizer, lacking):
         assert prompt([draft(needed)]) == [expected]
 
 
+def test_prose_without_words_is_refused(tokenizer, sources):
+    with pytest.raises(ValueError, match="`prose` must hold words"):
+        build_examples(tokenizer, replace(sources, prose=" \n"), LENGTH, tasks=["niah_single_2"])
+
+
+def test_needles_stand_at_any_depth_of_prose_without_sentences(tokenizer, sources):
+    endless = replace(sources, prose=re.sub(r"[.!?]", "", sources.prose))
+    examples = build_examples(tokenizer, endless, LENGTH, tasks=["niah_single_2"], samples=8)
+    depths = [tokenizer.decode(example.input_ids).index(example.references[0]) for example in examples]
+    assert len(set(depths)) > 4
+
+
 def test_without_questions_their_task_is_refused(tokenizer, sources):
     with pytest.raises(ValueError, match="`single_hop` must hold questions for this task, got none"):
         build_examples(tokenizer, replace(sources, single_hop=()), LENGTH, tasks=["qa_1"])

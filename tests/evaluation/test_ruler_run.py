@@ -106,12 +106,42 @@ def test_batches_that_do_not_fit_the_memory_become_smaller(model, tokenizer, pro
 
     monkeypatch.setattr(ruler_run, "_generate", generate)
     (row,) = evaluate(model, tokenizer, [example(prompt, "x") for prompt in prompts])
-    assert sizes == [2, 1, 1] * 3
+    assert sizes == [2] + [1, 1] * 3, "the size that fits is found once"
     assert row["n"] == 2
 
 
+def test_a_mask_with_the_name_of_another_way_is_refused(model, tokenizer, prompts):
+    with pytest.raises(ValueError, match="`static` must have names other than full, all_sparse, routed, got 'full'"):
+        evaluate(model, tokenizer, [example(prompts[0], "x")], static={"full": MASK})
+
+
+def test_masks_are_checked_before_anything_runs(model, tokenizer, prompts, monkeypatch):
+    monkeypatch.setattr(ruler_run, "_generate", None)
+    with pytest.raises(ValueError, match="`decisions` must cover 2 routed layers with"):
+        evaluate(model, tokenizer, [example(prompts[0], "x")], static={"mask": MASK[:1]})
+
+
+def test_a_model_in_training_decides_as_in_evaluation(model, tokenizer, prompts):
+    examples = [example(prompt, "x") for prompt in prompts]
+    expected = evaluate(model, tokenizer, examples)
+    assert evaluate(model.train(), tokenizer, examples) == expected
+    assert model.training
+
+
+@pytest.mark.parametrize("mode_pair", ["FA-XA", "XA-SSA"])
+def test_batches_change_nothing_of_pairs_with_chosen_blocks(make_base, make_routed, tokenizer, prompts, mode_pair):
+    sizes = {"xattn_block_size": 8, "xattn_stride": 4, "xattn_threshold": 0.4}
+    model = make_routed(make_base(vocab_size=len(tokenizer)), mode_pair=mode_pair, **sizes)
+    references = [model.generate(input_ids=p[None], max_new_tokens=10, do_sample=False)[0, LENGTH:] for p in prompts]
+    examples = [example(prompt, tokenizer.decode(answer)) for prompt, answer in zip(prompts, references)]
+    alone, batched = (evaluate(model, tokenizer, examples, batch_tokens=tokens) for tokens in (1, 2**20))
+    assert batched[0]["score"] == alone[0]["score"]
+    assert alone[0]["score"]["routed"] == 100
+    assert alone[0]["esr"] == pytest.approx(batched[0]["esr"])
+
+
 def test_a_model_without_an_adapter_is_refused(make_base, tokenizer, prompts):
-    with pytest.raises(AttributeError, match="disable_adapter"):
+    with pytest.raises(ValueError, match="`model` must have an ELASTIC adapter"):
         evaluate(make_base(vocab_size=len(tokenizer)), tokenizer, [example(prompts[0], "x")])
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ OPERATORS = {
     "router": ":router",
 }
 
+_loading = threading.RLock()
+
 #: Where the operators came from once they are loaded: `"owner/repository@commit"`, `None` for the installed package.
 origin: str | None = None
 
@@ -47,18 +50,23 @@ def __getattr__(name: str) -> Any:
 
 
 def load() -> None:
-    """Makes the operators attributes of this module, once.
+    """Makes the operators attributes of this module, once, whichever threads call it.
 
     Raises:
         ValueError: `ELASTIC_PEFT_KERNELS` is malformed, cannot be loaded, or names no build of these kernels.
         ImportError: it names a build, and the package kernels is missing or too old.
     """
-    if "router" in globals():
-        return
-    source = os.environ.get(VARIABLE)
-    package = load_from_hub(source) if source else "elastic_kernels"
-    found = {name: pkgutil.resolve_name(package + path) for name, path in OPERATORS.items()}
-    globals().update(found, origin=source.removeprefix("hub:") if source else None)
+    with _loading:
+        if OPERATORS.keys() <= globals().keys():
+            return
+        source = os.environ.get(VARIABLE)
+        package = load_from_hub(source) if source else "elastic_kernels"
+        try:
+            found = {name: pkgutil.resolve_name(package + path) for name, path in OPERATORS.items()}
+        except (AttributeError, ImportError) as error:
+            raise ValueError(f"`{VARIABLE}` must name a build with every operator, got {source!r}: {error}") from error
+        # A thread that finds an operator also finds where it came from.
+        globals().update({"origin": source.removeprefix("hub:") if source else None, **found})
 
 
 def describe(implementation: str) -> str:

@@ -3,6 +3,8 @@
 import ast
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -184,3 +186,34 @@ def test_a_build_that_cannot_be_imported_is_refused(client, put_on_hub):
     )
     with pytest.raises(RuntimeError, match=f"got 'hub:{source}': ZeroDivisionError: division by zero"):
         client("load_operators", f"hub:{source}")
+
+
+def test_a_build_without_one_of_the_operators_is_refused(client, put_on_hub):
+    files = build_files("partial")
+    without = b"from .routed_attention import routed_attention\n"
+    files = {
+        path: without if path.count("/") == 2 and path.endswith("__init__.py") else c for path, c in files.items()
+    }
+    source = put_on_hub("user/partial", files)
+    message = f"ValueError: `ELASTIC_PEFT_KERNELS` must name a build with every operator, got 'hub:{source}'"
+    with pytest.raises(RuntimeError, match=message):
+        client("load_operators", f"hub:{source}")
+
+
+def test_threads_that_need_the_operators_at_once_load_them_once(monkeypatch):
+    loads = []
+
+    def slow_load(source):
+        loads.append(source)
+        time.sleep(0.05)
+        return "elastic_kernels"
+
+    def first_use(_):
+        return operators.router, operators.describe("triton")
+
+    with operators_from(SOURCE), ThreadPoolExecutor(4) as threads:
+        monkeypatch.setattr(operators, "load_from_hub", slow_load)
+        found = list(threads.map(first_use, range(4)))
+        monkeypatch.undo()
+    assert loads == [SOURCE]
+    assert set(found) == {(elastic_kernels.router, f"triton of {SOURCE.removeprefix('hub:')}")}

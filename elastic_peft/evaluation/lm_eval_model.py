@@ -7,6 +7,7 @@ LongBench is `longbench`, LongBench-E `longbench_e` and LongBench-v2 `longbench2
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -23,6 +24,8 @@ from tqdm import tqdm
 
 from ..context import last_routing, routed_decoder
 
+
+logger = logging.getLogger(__name__)
 
 Request = tuple[Any, list[int], list[int]]
 
@@ -84,8 +87,11 @@ class ElasticLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        batch_size = self._detect_batch_size() if self.batch_size == "auto" else int(self.batch_size)
         rows = _rows(requests, self.max_length)
+        if self.batch_size == "auto":
+            batch_size = self._detect_batch_size([requests[rows[0].requests[0]]]) if rows else 1
+        else:
+            batch_size = int(self.batch_size)
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for first in range(0, len(rows), batch_size):
@@ -101,12 +107,13 @@ class ElasticLM(HFLM):
 
     @torch.inference_mode()
     def _log_probs(self, rows: list[_Row]) -> list[torch.Tensor]:
-        """For each row the log-probabilities of the tokens that follow its prompt, float32 `[n, vocabulary]`."""
+        """For each row the log-probabilities of the tokens that follow its prompt, `[n, vocabulary]`."""
         tokens = [torch.tensor(row.tokens) for row in rows]
         input_ids = pad_sequence(tokens, batch_first=True).to(self.device)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True).to(self.device)
         prompt_end = torch.tensor([row.prompt_end for row in rows], device=self.device)
-        first = min(row.prompt_end for row in rows) - 1
+        # Logits of all places would take gigabytes. Indices on the CPU reach the head on whichever device it is.
+        places = torch.tensor(sorted({place for row in rows for place in row.predicting}))
         dtype = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             logits = self.model(
@@ -114,13 +121,12 @@ class ElasticLM(HFLM):
                 attention_mask=mask,
                 prompt_end=prompt_end,
                 use_cache=False,
-                logits_to_keep=input_ids.shape[1] - first,
+                logits_to_keep=places,
             ).logits
         self._keep_routing()
-        return [
-            logits[index, row.prompt_end - 1 - first : len(row.tokens) - first].log_softmax(-1, dtype=torch.float32)
-            for index, row in enumerate(rows)
-        ]
+        kept = [torch.searchsorted(places, torch.tensor(row.predicting)) for row in rows]
+        dtype = self.softmax_dtype or torch.float32
+        return [logits[index, of_row].log_softmax(-1, dtype=dtype) for index, of_row in enumerate(kept)]
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
         sequences = super()._model_generate(context, max_length, stop, **kwargs)
@@ -141,6 +147,11 @@ class _Row:
     prompt_end: int
     requests: list[int]
 
+    @property
+    def predicting(self) -> range:
+        """The places whose logits predict the tokens after the prompt."""
+        return range(self.prompt_end - 1, len(self.tokens))
+
 
 def _rows(requests: list[Request], max_length: int) -> list[_Row]:
     """Rows for requests, the longest first; continuations of one prompt that differ in their last token share one.
@@ -149,6 +160,9 @@ def _rows(requests: list[Request], max_length: int) -> list[_Row]:
         ValueError: a continuation does not fit into the model.
     """
     shared: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    longest = max((len(context) + len(continuation) - 1 for _, context, continuation in requests), default=0)
+    if longest > max_length:
+        logger.warning("Contexts lose their beginning: %d tokens, of which %d fit.", longest, max_length)
     for index, (_, context, continuation) in enumerate(requests):
         if len(continuation) > max_length:
             raise ValueError(f"`max_length` must be at least {len(continuation)} for this answer, got {max_length}.")

@@ -134,6 +134,30 @@ def test_a_context_that_is_too_long_loses_its_beginning(make_lm):
     assert lm._loglikelihood_tokens(long, disable_tqdm=True) == lm._loglikelihood_tokens(short, disable_tqdm=True)
 
 
+def test_a_context_that_is_too_long_is_told_of(make_lm, caplog):
+    make_lm(1, max_length=10)._loglikelihood_tokens([(None, [3] * 30, [5, 6])], disable_tqdm=True)
+    assert "31 tokens, of which 10 fit" in caplog.text
+
+
+def test_a_batch_makes_logits_of_answers_alone(make_lm, routed):
+    lm = make_lm(3)
+    sizes = []
+    head = routed.get_base_model().lm_head
+    handle = head.register_forward_hook(lambda _, __, logits: sizes.append(logits.shape[1]))
+    lm._loglikelihood_tokens([(None, [3] * length, [5, 6]) for length in (10, 40, 60)], disable_tqdm=True)
+    handle.remove()
+    assert sizes == [6]
+
+
+def test_an_automatic_batch_size_is_that_of_the_longest_request(make_lm, monkeypatch):
+    lm = make_lm("auto")
+    asked = []
+    monkeypatch.setattr(lm, "_detect_batch_size", lambda requests: asked.append(requests) or 2)
+    requests = [(None, [3] * length, [5]) for length in (10, 40, 20)]
+    lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert asked == [[requests[1]]]
+
+
 def test_an_answer_that_is_too_long_is_refused(make_lm):
     with pytest.raises(ValueError, match="`max_length` must be at least 11 for this answer, got 10"):
         make_lm(1, max_length=10)._loglikelihood_tokens([(None, [3], [4] * 11)], disable_tqdm=True)

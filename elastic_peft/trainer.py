@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
+from peft.utils import CONFIG_NAME
 from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
@@ -270,6 +272,7 @@ class ElasticSFTTrainer(SFTTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            _check_checkpoint(self.model, checkpoint)
             self.multipliers.load(Path(checkpoint, MULTIPLIERS_NAME))
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -302,6 +305,27 @@ def _check_arguments(args: ElasticSFTConfig, kwargs: Mapping[str, Any]) -> None:
         raise ValueError(f"`args` must be an ElasticSFTConfig, got {type(args).__name__}.")
     if kwargs.get("compute_loss_func") is not None:
         raise ValueError("`compute_loss_func` must be None: TRL runs the model twice for it; got one.")
+
+
+def _check_checkpoint(model: PeftModel, checkpoint: str) -> None:
+    name: Any = model.active_adapter
+    folder = Path(checkpoint) if name == "default" else Path(checkpoint, name)  # as PEFT saves it
+    if not (folder / CONFIG_NAME).exists():  # beside shards there is none
+        return
+    saved, own = PeftConfig.from_pretrained(folder), model.peft_config[name]
+    if not isinstance(saved, ElasticConfig):
+        raise ValueError(
+            f"`resume_from_checkpoint` must hold an adapter with an ElasticConfig, got {type(saved).__name__} in "
+            f"{folder}."
+        )
+    names = {option.name for option in fields(ElasticConfig)} - {option.name for option in fields(PeftConfig)}
+    for option in sorted(names - {"format_version"}):
+        was, is_now = getattr(saved, option), getattr(own, option)
+        if was != is_now:
+            raise ValueError(
+                f"`resume_from_checkpoint` must hold an adapter of the model's configuration, got one with `{option}` "
+                f"{was!r} instead of {is_now!r} in {folder}."
+            )
 
 
 def _check_setup(trainer: ElasticSFTTrainer) -> None:

@@ -10,9 +10,9 @@
     # Goes on from a checkpoint
     python recipes/train_sft.py --config RECIPE --resume_from_checkpoint OUTPUT_DIR/checkpoint-100
 
-A recipe is a YAML file whose fields are those of TRL's `ScriptArguments` and `ModelConfig`, of `ElasticSFTConfig` and
-of `ElasticConfig`; each is also an option here, and an option given wins. The dataset has the columns `prompt`,
-`completion` and `task`, as `prepare_data.py` writes them.
+A recipe is a YAML file whose fields are those of TRL's `ScriptArguments` and `ModelConfig` that say what to load, of
+`ElasticSFTConfig` and of `ElasticConfig`; each is also an option here, and an option given wins. The dataset has the
+columns `prompt`, `completion` and `task`, as `prepare_data.py` writes them.
 """
 
 from __future__ import annotations
@@ -50,6 +50,13 @@ ElasticOptions = make_dataclass(
 )
 
 
+# What is read of TRL's classes, which hold more: a quantised base model, LoRA, ...
+_READ = {
+    *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"),
+    *("model_name_or_path", "model_revision", "dtype", "attn_implementation"),
+}
+
+
 class Recipe(NamedTuple):
     """What a recipe and the command line ask for."""
 
@@ -74,6 +81,12 @@ def parse_recipe(arguments: Sequence[str] | None = None) -> Recipe:
         raise ValueError("`model_name_or_path` must name the base model, got none.")
     if not script.dataset_name:
         raise ValueError("`dataset_name` must name a dataset or a folder of files, got none.")
+    for given in (script, model):
+        defaults = type(given)()
+        for option in fields(given):
+            value = getattr(given, option.name)
+            if option.name not in _READ and value != getattr(defaults, option.name):
+                raise ValueError(f"`{option.name}` must be left out: nothing here reads it, got {value!r}.")
     return Recipe(script, training, model, ElasticConfig(task_type="CAUSAL_LM", **asdict(options)))
 
 
@@ -110,10 +123,17 @@ def build_trainer(recipe: Recipe) -> ElasticSFTTrainer:
     return ElasticSFTTrainer(
         model=get_peft_model(model, config),
         args=args,
-        train_dataset=dataset[script.dataset_train_split],
-        eval_dataset=dataset[script.dataset_test_split] if args.eval_strategy != "no" else None,
+        train_dataset=_split(dataset, script, "dataset_train_split"),
+        eval_dataset=_split(dataset, script, "dataset_test_split") if args.eval_strategy != "no" else None,
         processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path, **hub),
     )
+
+
+def _split(dataset: Any, script: ScriptArguments, option: str) -> Any:
+    name = getattr(script, option)
+    if name not in dataset:
+        raise ValueError(f"`{option}` must be one of {', '.join(map(repr, dataset))}, got {name!r}.")
+    return dataset[name]
 
 
 def write_card(args: ElasticSFTConfig, repo_id: str | None) -> None:

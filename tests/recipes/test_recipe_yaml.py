@@ -106,6 +106,12 @@ def test_what_a_recipe_must_name(tmp_path, missing):
         parse_recipe(["--config", str(tmp_path / "recipe.yaml"), "--use_cpu"])
 
 
+@pytest.mark.parametrize("option", ["load_in_4bit", "use_peft", "use_dora", "ignore_bias_buffers"])
+def test_a_field_of_trl_s_that_nothing_reads_is_refused(option):
+    with pytest.raises(ValueError, match=f"`{option}` must be left out: nothing here reads it, got True"):
+        parse("qwen3_4b/fa_ssa", f"--{option}", "true")
+
+
 def test_options_of_the_adapter_are_those_a_user_sets():
     options = set(ElasticOptions.__dataclass_fields__)
     assert {"mode_pair", "t_values", "sink_size", "standardize_input"} <= options

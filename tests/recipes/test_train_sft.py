@@ -176,6 +176,20 @@ def test_evaluation_takes_the_test_split(recipe, tmp_path):
     assert len(train_sft.build_trainer(parsed).eval_dataset) == 4
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--dataset_train_split", "training", "`dataset_train_split` must be one of 'train', got 'training'"),
+        ("--eval_strategy", "steps", "`dataset_test_split` must be one of 'train', got 'test'"),
+    ],
+    ids=["train", "test"],
+)
+def test_a_split_that_is_not_there_is_named(recipe, tmp_path, option, value, message):
+    parsed = train_sft.parse_recipe(["--config", str(recipe), "--output_dir", str(tmp_path), option, value])
+    with pytest.raises(ValueError, match=message):
+        train_sft.build_trainer(parsed)
+
+
 # Two processes
 
 

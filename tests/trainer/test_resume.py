@@ -2,9 +2,9 @@ import shutil
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from trainer.tiny import base_model, dataset, router_weights, routing_metrics, trainer
+from trainer.tiny import T_VALUES, base_model, dataset, routed_model, router_weights, routing_metrics, trainer
 
 
 RUN = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
@@ -43,6 +43,31 @@ def test_resume_without_multipliers_is_refused(tmp_path, straight):
     shutil.copytree(f"{straight.args.output_dir}/checkpoint-2", checkpoint)
     (checkpoint / "multipliers.safetensors").unlink()
     with pytest.raises(ValueError, match="complete safetensors file of multipliers"):
+        trainer(tmp_path, **RUN).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode_pair": "XA-SSA"}, "`mode_pair` 'FA-SSA' instead of 'XA-SSA'"),
+        ({"window_size": 5}, "`window_size` 4 instead of 5"),
+        ({"t_values": {**T_VALUES, "qa": 0.9}}, "`t_values` {'code': 1.0, 'qa': 0.3} instead of {'qa': 0.9"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_resume_of_another_configuration_is_refused(tmp_path, straight, change, message):
+    run = trainer(tmp_path, model=routed_model(**change), **RUN)
+    with pytest.raises(ValueError, match=message):
+        run.train(resume_from_checkpoint=f"{straight.args.output_dir}/checkpoint-2")
+
+
+def test_resume_of_another_method_is_refused(tmp_path, straight):
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(f"{straight.args.output_dir}/checkpoint-2", checkpoint)
+    get_peft_model(base_model(), LoraConfig(task_type="CAUSAL_LM")).save_pretrained(checkpoint)
+    with pytest.raises(
+        ValueError, match="`resume_from_checkpoint` must hold an adapter with an ElasticConfig, got LoraConfig"
+    ):
         trainer(tmp_path, **RUN).train(resume_from_checkpoint=str(checkpoint))
 
 

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from elastic_kernels import _launch
 
 
 @pytest.mark.slow
@@ -19,3 +22,9 @@ def test_kernels_compile(target, limit):
     assert run.returncode == 0, run.stderr[-3000:]
     needed = json.loads(run.stdout.splitlines()[-1])
     assert max(needed) <= limit * 1024, f"shared memory of {max(needed)} bytes, sm{target} has {limit} KiB"
+
+
+def test_another_maker_s_capability_is_none_of_nvidia_s(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))  # an MI200's
+    assert _launch.compute_capability.__wrapped__(0) == 0

@@ -28,7 +28,9 @@ def is_interpreting() -> bool:
 
 @functools.cache
 def compute_capability(index: int) -> int:
-    """Compute capability of CUDA device `index`, as 10 * major + minor."""
+    """Compute capability of CUDA device `index`, as 10 * major + minor; 0 where another maker counts otherwise."""
+    if torch.version.hip is not None:
+        return 0
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 

@@ -14,9 +14,8 @@ from inputs import HEADS, label
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from whole_model import MODE_PAIRS, make_decisions, make_model
 
-import elastic_peft.attention
 from elastic_kernels import KeptBlocks, block_selection
-from elastic_peft import forced_routing, last_routing
+from elastic_peft import forced_routing, last_routing, operators
 
 
 CONDITIONS = (
@@ -101,7 +100,7 @@ def keeping(kept: KeptBlocks) -> Iterator[None]:
         block_selection(*args, **kwargs)
         return kept
 
-    with mock.patch.object(elastic_peft.attention, "block_selection", select):
+    with mock.patch.object(operators, "block_selection", select):
         yield
 
 

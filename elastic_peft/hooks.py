@@ -125,13 +125,30 @@ def _continues(cache, routers) -> bool:
     layer = layers[index] if index < len(layers) else None
     past = 0 if layer is None else layer.get_seq_length()
     if getattr(layer, "gate", None) is not None:
-        # A static layer counts on the device, where decoding must not wait for it.
-        return isinstance(past, torch.Tensor) or past > 0
+        if isinstance(past, torch.Tensor):  # a static layer counts on the device: decoding must not wait for it
+            return True
+        if past > 0 and not torch.compiler.is_compiling():
+            _check_lengths(layers, [router.layer.index for router in routers])
+        return past > 0
     if past > 0:
         raise ValueError(
             f"`cache` must have been filled with this adapter active, got one with {int(past)} tokens and no routing."
         )
     return False
+
+
+def _check_lengths(layers: Any, indices: list[int]) -> None:
+    """Layers that free keys would go on from lengths of their own, where transformers' masks would not fit.
+
+    Raises:
+        ValueError: the layers hold different numbers of tokens.
+    """
+    lengths = {layers[index].get_seq_length() if index < len(layers) else 0 for index in indices}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"`cache` must hold the same tokens in every layer, got {min(lengths)} to {max(lengths)}: a pass did not "
+            "come to its end; reset it, and read the whole text again."
+        )
 
 
 def _check_later_tokens(attention_mask: Any, count: int) -> None:

@@ -11,7 +11,7 @@ from generation.tiny import assert_same_logits, generate, left_padded, routed, t
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
-from elastic_peft import forced_routing, last_routing
+from elastic_peft import forced_routing, last_routing, operators
 from elastic_peft.cache import RoutedDynamicLayer, RoutedRaggedLayer, make_routing_memory
 from elastic_peft.ragged_store import SLACK, _select
 
@@ -280,3 +280,24 @@ def test_drafts_longer_than_the_slack_keep_the_cache_whole(model):
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
     greedy = model.generate(prompt, **options)
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=SLACK + 8, **options), greedy)
+
+
+@pytest.mark.parametrize("operator", ["append_tokens", "routed_decode"])
+@torch.no_grad()
+def test_a_cache_after_a_pass_that_was_interrupted_is_refused_until_reset(model, monkeypatch, operator):
+    def interrupt_the_second(*args, **kwargs):
+        calls.append(operator)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(*args, **kwargs)
+
+    calls, run = [], getattr(operators, operator)
+    cache = filled_cache(model, tokens(40))
+    with monkeypatch.context() as patch:
+        patch.setattr(operators, operator, interrupt_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens(1), past_key_values=cache)
+    with pytest.raises(ValueError, match="`cache` must hold the same tokens in every layer, got 40 to 41"):
+        model(tokens(1), past_key_values=cache)
+    cache.reset()
+    assert_same_logits(model(tokens(40), past_key_values=cache).logits, model(tokens(40)).logits)

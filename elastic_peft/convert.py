@@ -38,6 +38,8 @@ PAPER_MODE_PAIRS = {
     ("full", "xattn"): "FA-XA",
     ("xattn", "streaming"): "XA-SSA",
 }
+#: Targets that their training code fixes; those of other tasks are an argument of it and are not saved.
+PAPER_T_VALUES = {"summarization": 1.0, "code": 1.0, "in_context_learning": 1.0}
 #: Beside the routers' layers, and without effect at inference.
 PAPER_TRAINING_ONLY = ("log_temp", "task_embedding.weight")
 PAPER_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.mask_allocator\.(.+)")
@@ -49,7 +51,7 @@ def convert_paper(checkpoint: str | Path, output: str | Path, *, base_model: str
     Their checkpoints are whole models; all weights but the routers' are those of the base model, and only the routers
     are read. Their second output column means full attention, ours sparse attention, so the columns change places.
     Their routers take the pooled keys as they are (`standardize_input=False`), and their decoding attends everything
-    (`decode="full"`).
+    (`decode="full"`). Which targets the other tasks were trained with is not known, so `t_values` has none for them.
 
     Args:
         checkpoint: folder with `config.json` and safetensors files.
@@ -68,9 +70,10 @@ def convert_paper(checkpoint: str | Path, output: str | Path, *, base_model: str
 
     Source: github.com/LCM-Lab/Elastic-Attention at c62a0fe, `elasticattn/training/eval/modeling_flash_qwen.py`:
         `AttentionRouter` (layers, shapes, 1 = full), `PawQwen3Config` (fields and defaults), `Qwen3Attention` (pairs
-        of modes). XAttention's threshold is not saved: 0.8 in that file, 0.9 in their training code, in the paper and
-        here. github.com/PaddlePaddle/FastDeploy at f85a73a, `models/qwen3_elastic/modeling_elastic_qwen3.py`: a
-        released checkpoint holds `mask_allocator.log_temp` and has no `block_size`.
+        of modes); `elasticattn/training/lh_trainer.py`: `task_sparsity_config` (targets). XAttention's threshold is
+        not saved: 0.8 in the former file, 0.9 in their training code, in the paper and here.
+        github.com/PaddlePaddle/FastDeploy at f85a73a, `models/qwen3_elastic/modeling_elastic_qwen3.py`: a released
+        checkpoint holds `mask_allocator.log_temp` and has no `block_size`.
     """
     _check_output(Path(output))
     checkpoint = Path(checkpoint)
@@ -78,19 +81,28 @@ def convert_paper(checkpoint: str | Path, output: str | Path, *, base_model: str
     num_layers = _size(settings, "num_hidden_layers")
     head_dim = _paper_head_dim(settings)
     mode_pair = _paper_mode_pair(settings)
+    num_key_value_heads = _size(settings, "num_key_value_heads")
     routers = _read_paper_routers(checkpoint)
-    if wrong := sorted(routers.keys() ^ set(range(num_layers))):
-        fault = "none in" if wrong[0] < num_layers else "one in"
+    # As many steps as there are routers, whatever the number of layers.
+    missing = next((index for index in range(num_layers) if index not in routers), None)
+    wrong = max(routers) if missing is None else missing
+    if missing is not None or wrong >= num_layers:
+        fault = "one in" if missing is None else "none in"
+        raise ValueError(f"`checkpoint` must hold a router in each of {num_layers} layers, got {fault} layer {wrong}.")
+    first = routers[0].get("task_up.weight")
+    if first is None or first.ndim != 2 or first.shape[1] != head_dim:
+        got = "none" if first is None else tuple(first.shape)
         raise ValueError(
-            f"`checkpoint` must hold a router in each of {num_layers} layers, got {fault} layer {wrong[0]}."
+            f"`{PAPER_LAYERS['task_up']}.weight` of layer 0 must have `head_dim` columns, {head_dim}, got {got}."
         )
-    expansion = max(1, routers[0]["task_up.weight"].numel() // head_dim**2) if "task_up.weight" in routers[0] else 1
+    expansion = max(1, first.shape[0] // head_dim)
     xattn = {"xattn_block_size": "block_size", "xattn_stride": "xattn_stride", "xattn_threshold": "xattn_threshold"}
     config = ElasticConfig(
         task_type="CAUSAL_LM",
         inference_mode=True,
         base_model_name_or_path=base_model,
         mode_pair=mode_pair,
+        t_values=dict(PAPER_T_VALUES),
         sink_size=settings.get("sink_size", 128),
         window_size=settings.get("local_window_size", 1024),
         **{ours: settings[theirs] for ours, theirs in xattn.items() if theirs in settings},
@@ -99,12 +111,12 @@ def convert_paper(checkpoint: str | Path, output: str | Path, *, base_model: str
         standardize_input=False,
         decode="full",
         head_dim=head_dim,
-        num_key_value_heads=dict.fromkeys(range(num_layers), _size(settings, "num_key_value_heads")),
+        num_key_value_heads=dict.fromkeys(range(num_layers), num_key_value_heads),
     )
+    with torch.device("meta"):
+        router = make_router(head_dim, expansion)
     shapes = {
-        f"{name}.{key}": tensor.shape
-        for name, layer in make_router(head_dim, expansion).items()
-        for key, tensor in layer.state_dict().items()
+        f"{name}.{key}": tensor.shape for name, layer in router.items() for key, tensor in layer.state_dict().items()
     }
     for index in range(num_layers):
         _check_paper_router(routers[index], shapes, index)
@@ -211,7 +223,12 @@ def _size(settings: Mapping[str, Any], name: str, least: int = 1) -> int:
 def _paper_head_dim(settings: Mapping[str, Any]) -> int:
     if settings.get("head_dim") is not None:
         return _size(settings, "head_dim")
-    return _size(settings, "hidden_size") // _size(settings, "num_attention_heads")
+    width, heads = _size(settings, "hidden_size"), _size(settings, "num_attention_heads")
+    if width % heads:
+        raise ValueError(
+            f"`hidden_size` must be a multiple of `num_attention_heads` ({heads}) in config.json, got {width}."
+        )
+    return width // heads
 
 
 def _paper_mode_pair(settings: Mapping[str, Any]) -> str:
@@ -223,7 +240,7 @@ def _paper_mode_pair(settings: Mapping[str, Any]) -> str:
     if settings.get("pooling_mode") != "ctx_q":
         raise ValueError(f"`pooling_mode` must be 'ctx_q' in config.json, got {settings.get('pooling_mode')!r}.")
     modes = settings.get("retrieval_mode", "full"), settings.get("toggle_type", "streaming")
-    if modes not in PAPER_MODE_PAIRS:
+    if modes not in list(PAPER_MODE_PAIRS):  # a list among them has no hash
         known = ", ".join(f"{retrieval!r} and {sparse!r}" for retrieval, sparse in PAPER_MODE_PAIRS)
         raise ValueError(
             f"`retrieval_mode` and `toggle_type` must be one of {known} in config.json, got {modes[0]!r} and "

@@ -178,6 +178,16 @@ def test_other_weights_of_the_checkpoint_are_not_read(checkpoint, tmp_path, monk
         ("num_hidden_layers", None, r"^`num_hidden_layers` must be an integer of at least 1 in .*, got None\.$"),
         ("num_hidden_layers", 3, r"^`checkpoint` must hold a router in each of 3 layers, got none in layer 2\.$"),
         ("num_hidden_layers", 1, r"^`checkpoint` must hold a router in each of 1 layers, got one in layer 1\.$"),
+        (
+            "num_hidden_layers",
+            10**12,
+            r"^`checkpoint` must hold a router in each of 10+ layers, got none in layer 2\.$",
+        ),
+        ("toggle_type", ["streaming"], r"^`retrieval_mode` and `toggle_type` must .* and \['streaming'\]\.$"),
+        ("retrieval_mode", {}, r"^`retrieval_mode` and `toggle_type` must .* got {} and 'streaming'\.$"),
+        ("num_key_value_heads", "2", r"^`num_key_value_heads` must be an integer of at least 1 in .*, got '2'\.$"),
+        ("head_dim", 10**12, r"^`cls_feat_extractor\.0\.weight` of layer 0 must have `head_dim` columns, 10+, got"),
+        ("sink_size", [2], r"^`sink_size` must be an integer of at least 0, got \[2\]\.$"),
         ("local_window_size", 0, r"^`window_size` must be an integer of at least 1, got 0\.$"),
     ],
 )
@@ -186,6 +196,19 @@ def test_a_configuration_that_cannot_be_converted_is_refused(checkpoint, tmp_pat
     with pytest.raises(ValueError, match=message):
         convert_paper(checkpoint, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("width", [3, 33], ids=["less-than-the-heads", "no-multiple"])
+def test_a_width_that_the_heads_do_not_divide_is_refused(checkpoint, tmp_path, width):
+    edit_settings(checkpoint, head_dim=None, hidden_size=width)
+    with pytest.raises(ValueError, match=r"^`hidden_size` must be a multiple of `num_attention_heads` \(4\)"):
+        convert_paper(checkpoint, tmp_path / "adapter")
+
+
+def test_targets_that_the_checkpoint_does_not_tell_are_not_claimed(checkpoint, tmp_path):
+    convert_paper(checkpoint, tmp_path / "adapter")
+    targets = ElasticConfig.from_pretrained(tmp_path / "adapter").t_values
+    assert targets == {"summarization": 1.0, "code": 1.0, "in_context_learning": 1.0}
 
 
 def without_first_bias(key, tensor):

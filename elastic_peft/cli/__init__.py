@@ -36,7 +36,8 @@ class OneLineErrors(TyperGroup):
 app = typer.Typer(
     name="elastic-peft",
     help="Adapters that decide, head by head and input by input, between full and sparse attention.",
-    epilog="Example: elastic-peft inspect user/adapter",
+    epilog="Example: elastic-peft inspect user/adapter. Exit codes: 0 done, 1 refused or failed, 2 wrong usage. "
+    "`--install-completion` completes commands and options in your shell.",
     cls=OneLineErrors,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

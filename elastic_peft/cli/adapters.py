@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import AsJson, show
+from .options import AsJson, Revision, Subfolder
+from .output import show
 
 
 if TYPE_CHECKING:
@@ -19,21 +20,16 @@ Output = Annotated[Path, typer.Argument(help="Folder of the adapter, made if nee
 
 def inspect(
     adapter: Annotated[str, typer.Argument(help="Folder of an adapter, or repository on the Hub.")],
+    revision: Revision = None,
+    subfolder: Subfolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what an adapter routes, and how."""
-    from peft import PeftConfig
+    from elastic_peft.card import read_config
 
-    from elastic_peft import ElasticConfig
-
-    try:
-        any_config = PeftConfig.from_pretrained(adapter)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"`adapter` must have a readable adapter_config.json, got {error!r}.") from error
-    if not isinstance(any_config, ElasticConfig):
-        raise ValueError(f"`adapter` must be an ELASTIC adapter, got one of type {any_config.peft_type}.")
-    config = ElasticConfig.from_pretrained(adapter)  # checks the weights of a local one
-    show({"adapter": adapter, **_summary(config), **_weights(adapter)}, as_json)
+    config = read_config(adapter, revision=revision, subfolder=subfolder)
+    weights = _weights(adapter, revision, subfolder)
+    show({"adapter": adapter, **_summary(config), **weights}, as_json)
 
 
 def paper(
@@ -76,6 +72,11 @@ def duo(
 
 def card(
     directory: Annotated[Path, typer.Argument(help="Folder of an adapter.", exists=True, file_okay=False)],
+    repo_id: Annotated[
+        str | None, typer.Option(help="Repository to load it from. Default: the folder's name.")
+    ] = None,
+    subfolder: Subfolder = None,
+    license: Annotated[str | None, typer.Option(help="Licence of the weights, as the Hub names it.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write an adapter's model card, README.md, into its folder."""
@@ -84,7 +85,7 @@ def card(
     from elastic_peft.card import render_card
 
     path = directory / REPOCARD_NAME
-    rendered = render_card(directory)
+    rendered = render_card(directory, repo_id=repo_id, subfolder=subfolder, license=license)
     rendered.save(path)
     show({"card": str(path), "metadata": rendered.data.to_dict()} if as_json else {"card": str(path)}, as_json)
 
@@ -111,15 +112,16 @@ def _summary(config: ElasticConfig) -> dict[str, Any]:
     }
 
 
-def _weights(adapter: str) -> dict[str, Any]:
+def _weights(adapter: str, revision: str | None, subfolder: str | None) -> dict[str, Any]:
     """Of an adapter's weights: how many, their bytes, and whether each layer's input standardisation is calibrated."""
     from huggingface_hub import hf_hub_download
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors.torch import load_file
 
-    folder = Path(adapter)
-    file = folder / SAFETENSORS_WEIGHTS_NAME
-    path = file if folder.is_dir() else Path(hf_hub_download(adapter, SAFETENSORS_WEIGHTS_NAME))
+    if Path(adapter).is_dir():
+        path = Path(adapter, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
+    else:
+        path = Path(hf_hub_download(adapter, SAFETENSORS_WEIGHTS_NAME, revision=revision, subfolder=subfolder))
     tensors = load_file(path)
     calibrated = [bool(tensor) for name, tensor in tensors.items() if name.endswith(".calibrated")]
     return {

@@ -1,25 +1,44 @@
-"""What the commands print."""
+"""What the commands print and write."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import typer
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def show(fields: Mapping[str, Any], as_json: bool) -> None:
     """Prints named values, one a line, or as one JSON object."""
     if as_json:
-        typer.echo(json.dumps(fields, indent=1))
+        typer.echo(json.dumps(_as_json(fields), indent=1, allow_nan=False))
         return
     width = max(map(len, fields))
     for name, value in fields.items():
         typer.echo(f"{name.replace('_', ' '):{width}}  {_text(value)}")
+
+
+def check_can_write(option: str, file: Path | None) -> None:
+    """Raises ValueError where `file`, given as `option`, cannot be written; before the work, not after it."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise ValueError(f"`{option}` must be in a folder that exists, got {str(file)!r}.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"`{option}` must be a file that can be written, got {str(file)!r}.")
+
+
+def _as_json(value: Any) -> Any:
+    """`value` with a text for each number that JSON does not have: "inf", "-inf", "nan"."""
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_as_json, value))
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any) -> str:

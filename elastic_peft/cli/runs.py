@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import AsJson, show
+from .options import AsJson, Revision, Subfolder
+from .output import check_can_write, show
 
 
 if TYPE_CHECKING:
@@ -38,14 +40,25 @@ def route(
     model: Annotated[str, typer.Option(help="Base model: a folder, or repository on the Hub.")],
     adapter: Annotated[str, typer.Option(help="Adapter: a folder, or repository on the Hub.")],
     prompt_file: Annotated[Path, typer.Option(help="Text of the prompt, UTF-8.", exists=True, dir_okay=False)],
+    revision: Revision = None,
+    subfolder: Subfolder = None,
     html: Page = None,
     png: Picture = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a prompt and show which heads the routers made sparse."""
+    # What needs no model comes first: it may take minutes to load.
+    check_can_write("--html", html)
+    check_can_write("--png", png)
+    if (html or png) and find_spec("matplotlib") is None:
+        raise ImportError("`--html` and `--png` need matplotlib: pip install 'elastic_peft[report]'.")
+    prompt = _read_prompt(prompt_file)
+
+    from elastic_peft.card import read_config
     from elastic_peft.report import layer_rows, routing_html, routing_png, routing_table, sequence_rows
 
-    record = _record(model, adapter, prompt_file.read_text(encoding="utf-8"))
+    read_config(adapter, revision=revision, subfolder=subfolder)
+    record = _record(model, adapter, prompt, revision=revision, subfolder=subfolder)
     if png is not None:
         routing_png({prompt_file.name: record.decisions}, png, layers=record.layers)
     if html is not None:
@@ -72,16 +85,34 @@ def bench(
         raise ValueError(f"`bench` must run in a checkout of the sources, got none: {sweep} is missing.")
     output = output or BENCHMARKS / "results"
     lengths = ["--lengths", *map(str, length)] if length else []
+    before = _written(output, operator)
     command = [sys.executable, str(sweep), operator.value, *lengths, "--output", str(output)]
     code = subprocess.run(command, check=False, stdout=STDERR if as_json else None).returncode
     if code:
-        raise typer.Exit(code)
+        raise typer.Exit(code if code > 0 else 128 - code)  # a signal's number, as shells show it
+    new = [file for file, time in _written(output, operator).items() if time != before.get(file)]
+    if not new:
+        raise ValueError(f"`--length` must be one that `{operator.value}` is measured at, got {length}.")
     if as_json:
-        newest = max(output.glob(f"*/{operator.value}.json"), key=lambda file: file.stat().st_mtime)
-        show(json.loads(newest.read_text(encoding="utf-8")), as_json)
+        show(json.loads(new[0].read_text(encoding="utf-8")), as_json)
 
 
-def _record(model: str, adapter: str, prompt: str) -> RoutingRecord:
+def _written(output: Path, operator: Operator) -> dict[Path, int]:
+    """An operator's results, one file a GPU, and when each was written."""
+    return {file: file.stat().st_mtime_ns for file in output.glob(f"*/{operator.value}.json")}
+
+
+def _read_prompt(file: Path) -> str:
+    try:
+        prompt = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--prompt-file` must be UTF-8, got {error}.") from error
+    if not prompt:
+        raise ValueError("`--prompt-file` must hold text, got an empty file.")
+    return prompt
+
+
+def _record(model: str, adapter: str, prompt: str, **place: str | None) -> RoutingRecord:
     """What the routers of `adapter` decide for `prompt`."""
     import torch
     from peft import PeftModel
@@ -92,10 +123,10 @@ def _record(model: str, adapter: str, prompt: str) -> RoutingRecord:
 
     tokens = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
     if not tokens["input_ids"].numel():
-        raise ValueError("`--prompt-file` must hold text, got an empty file.")
+        raise ValueError("`--prompt-file` must hold text, got one without tokens.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map=device)
-    routed: Any = PeftModel.from_pretrained(base, adapter).eval()
+    routed: Any = PeftModel.from_pretrained(base, adapter, **place).eval()
     layers = routed_decoder(routed).layers
     with typer.progressbar(length=len(layers), label="Prompt", file=sys.stderr) as bar, torch.no_grad():
         for layer in layers:

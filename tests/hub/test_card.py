@@ -1,8 +1,10 @@
 """Cards: valid metadata, nothing that the adapter's files do not say, and every figure where it belongs."""
 
+import ast
 import json
 import math
 import re
+import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +19,12 @@ from elastic_peft.card import render_card
 DEMO = Path(__file__).parents[2] / "hub_cards" / "demo" / "metrics.json"
 WAYS = ("full", "all sparse", "routed")
 HEADINGS = {"MSR": "msr", "ESR": "esr"}
+NASTY = "a|b\n<img src=x>\n| c | & d"
+ONE_LINE = "a&#124;b &lt;img src=x&gt; &#124; c &#124; &amp; d"
+
+
+def ruler_row(task, length, mode_pair="FA-SSA", n=20, **score):
+    return {"task": task, "length": length, "mode_pair": mode_pair, "score": score, "msr": 0.5, "esr": 0.25, "n": n}
 
 
 def spread(value):
@@ -46,7 +54,11 @@ def results():
         "seeds": [17, 18, 19],
         "datasets": ["nvidia/ChatQA2-Long-SFT-data"],
         "tasks": rows,
-        "ruler": [{"task": "niah_single", "length": 4096, "full": 0.991234, "routed": 0.985678}],
+        "ruler": [
+            ruler_row("niah_single_1", 8192, full=99.0, routed=97.5, static_random=11.0),
+            ruler_row("niah_single_1", 4096, full=100.0, routed=98.5, static_random=13.5),
+            ruler_row("vt", 4096, full=80.0, routed=70.25, static_random=20.25),
+        ],
         "ablations": [{"pool size": 50, "NLL": 2.345678}, {"pool size": 400, "NLL": 2.333333}],
     }
 
@@ -101,7 +113,10 @@ def test_a_saved_card_reads_back_the_same(save, results, tmp_path):
 
 def test_the_model_index_holds_every_measured_figure(save, results):
     _, indexed = model_index_to_eval_results(render_card(save(results)).data.to_dict()["model-index"])
-    expected = set()
+    expected = {
+        ("RULER", "RULER, 4096 tokens", "mean score of 2 tasks, routed", (98.5 + 70.25) / 2),
+        ("RULER", "RULER, 8192 tokens", "mean score of 1 tasks, routed", 97.5),
+    }
     for row in results["tasks"]:
         figures = {"MSR": row["msr"], "ESR": row["esr"]}
         figures |= {f"NLL, {way.replace('_', ' ')}": value for way, value in row["nll"].items()}
@@ -140,6 +155,8 @@ def test_no_number_of_the_results_comes_from_elsewhere(save, results):
     text = render_card(save(results)).text
     text = text[text.index("## Results") : text.index("On an NVIDIA GPU")]
     known = set().union(*(numbers(leaf) for leaf in leaves(results))) | {str(len(results["seeds"]))}
+    known |= {"90", "84.38", "16.88", "2", "1", "40"}  # RULER's means, tasks and prompts at 4096 tokens
+    known |= {"0", "100"}  # bounds of its scores
     assert numbers(text) <= known, sorted(numbers(text) - known)
 
 
@@ -202,14 +219,22 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
 
 def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
     get_peft_model(make_base(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="`directory` must hold an ELASTIC adapter, got a LoraConfig"):
+    with pytest.raises(ValueError, match="`adapter` must be an ELASTIC adapter, got one of type LORA"):
         render_card(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r.pop("tasks"), r"a list of at least one row under `tasks`, got None"),
+        (
+            lambda r: [r.pop(part) for part in ("tasks", "ruler")],
+            r"at least one row under `tasks` or `ruler`, got none",
+        ),
+        (lambda r: r.update(tasks={}), r"`tasks` of `results\.json` must be a list, got {}"),
+        (lambda r: r.update(versions="2.11"), r"`versions` of `results\.json` must be a dict, got '2\.11'"),
+        (lambda r: r.update(command="a\n```\nb"), r"`command` of `results\.json` must not hold ```"),
+        (lambda r: r["tasks"].append(4), r"`tasks\[\d\]` of `results\.json` must hold names and figures, got 4"),
+        (lambda r: r["tasks"].append(r["tasks"][0]), r"must not measure what another row does, got row 0 again"),
         (lambda r: r["tasks"][1].pop("esr"), r"`tasks\[1\]` of `results\.json` must hold .*, got none for esr"),
         (lambda r: r["tasks"][0].update(msr=math.nan), r"must hold finite numbers, got nan for MSR"),
         (lambda r: r["tasks"][0]["nll"].update(full="low"), r"must hold finite numbers, got 'low' for NLL, full"),
@@ -217,14 +242,124 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
         (lambda r: r["tasks"][0].update(msr={"mean": 0.5, "std": math.nan}), r"must hold finite numbers, got .*nan"),
         (lambda r: r["tasks"][0].update(msr=True), r"must hold finite numbers, got True for MSR"),
         (lambda r: r["tasks"][0].update(set=4), r"must name its task and its set, got .* and 4"),
-        (lambda r: r["tasks"][0].update(nll=2.0), r"`tasks` of `results\.json` must hold rows of names and figures"),
+        (lambda r: r["tasks"][0].update(set="?!"), r"must name its task and its set, got .* and '\?!'"),
+        (
+            lambda r: r["tasks"][0].update(nll=2.0),
+            r"`tasks\[0\]` of `results\.json` must map ways of running to figures",
+        ),
+        (lambda r: r["ruler"][1].update(score=70.0), r"`ruler\[1\]` of .* must hold a dict as score, got 70\.0"),
+        (lambda r: r["ruler"][1]["score"].update(full=None), r"must hold finite scores, got None for full"),
+        (lambda r: r["ruler"][1].update(length="4K"), r"must hold a int as length, got '4K'"),
+        (lambda r: r["ruler"][1].update(esr=math.inf), r"must hold a float as esr, got inf"),
+        (lambda r: r["ruler"].append(r["ruler"][2]), r"`ruler\[3\]` of .* got row 2 again"),
+        (lambda r: r["ablations"][0].update(NLL=math.nan), r"must hold texts and finite numbers, got nan for NLL"),
     ],
-    ids=["no-rows", "no-column", "not-finite", "no-number", "no-spread", "nan-spread", "bool", "set", "flat-nll"],
+    ids=[
+        *("no-rows", "no-list", "versions", "fence", "no-row", "twice"),
+        *(
+            "no-column",
+            "not-finite",
+            "no-number",
+            "no-spread",
+            "nan-spread",
+            "bool",
+            "set",
+            "set-of-signs",
+            "flat-nll",
+        ),
+        *("flat-score", "no-score", "length", "infinite-esr", "ruler-twice", "ablation"),
+    ],
 )
 def test_figures_of_another_form_are_refused(save, results, change, message):
     change(results)
     with pytest.raises(ValueError, match=message):
         render_card(save(results))
+
+
+def table_after(card, words):
+    """The lines of the table that follows `words`, as lists of cells."""
+    block = re.search(r"(?:^\|.*\n?)+", card.text[card.text.index(words) :], flags=re.MULTILINE)[0]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in block.splitlines()]
+
+
+def test_ruler_is_shown_by_length_as_means_over_its_tasks(save, results):
+    assert table_after(render_card(save(results)), "RULER:") == [
+        ["length", "tasks", "prompts", "full", "routed", "static random", "MSR", "ESR"],
+        ["---"] * 8,
+        ["4096", "2", "40", "90", "84.38", "16.88", "0.5", "0.25"],
+        ["8192", "1", "20", "99", "97.5", "11", "0.5", "0.25"],
+    ]
+
+
+def test_a_way_that_ran_some_tasks_only_has_no_ruler_mean(save, results):
+    del results["ruler"][2]["score"]["static_random"]
+    heading, _, row, _ = table_after(render_card(save(results)), "RULER:")
+    assert dict(zip(heading, row, strict=True))["static random"] == "-"
+
+
+def test_ruler_rows_of_another_mode_pair_are_left_out(save, results):
+    results["ruler"].append(ruler_row("vt", 16384, mode_pair="FA-XA", full=1.0, routed=2.0))
+    assert "16384" not in str(render_card(save(results)))
+
+
+def test_ruler_may_be_all_that_was_measured(save, results):
+    card = render_card(save({"ruler": results["ruler"]}))
+    assert "RULER:" in card.text
+    assert {result.dataset_config for result in card.data.eval_results} == {"4096", "8192"}
+
+
+@pytest.mark.parametrize("place", ["task", "set", "way", "target", "ablation", "hardware", "version", "licence"])
+def test_names_cannot_leave_their_line(save, results, place):
+    first = results["tasks"][0]
+    if place in ("task", "set"):
+        first[place] = NASTY
+    elif place == "way":
+        first["nll"] = {NASTY: 2.0}
+    elif place == "ablation":
+        results["ablations"][0] = {NASTY: "x"}
+    elif place == "hardware":
+        results["hardware"] = NASTY
+    elif place == "version":
+        results["versions"] = {"torch": NASTY}
+    folder = save(results, t_values={NASTY: 0.5} if place == "target" else {"qa": 0.5})
+    text = render_card(folder, license=NASTY if place == "licence" else None).text
+    assert ONE_LINE in text
+    assert "<img" not in text
+
+
+def test_the_lines_to_load_it_are_python_whatever_the_folder_is_called(save, tmp_path, make_routed):
+    folder = tmp_path / 'it"s ```a\nname'
+    make_routed(task_type="CAUSAL_LM").save_pretrained(folder)
+    text = render_card(folder, subfolder='b"c').text
+    code = text.split("```python\n")[1].split("```\n")[0]
+    constants = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert {folder.name, 'b"c'} <= set(constants)
+
+
+def test_a_set_without_latin_letters_has_an_identifier(save, results):
+    results["tasks"] = [dict(results["tasks"][0], set=name) for name in ("中文", "日本語")]
+    card = render_card(save({"tasks": results["tasks"]}))
+    assert {(r.dataset_type, r.dataset_name) for r in card.data.eval_results} == {
+        ("中文", "中文"),
+        ("日本語", "日本語"),
+    }
+
+
+@pytest.mark.parametrize("start", ["out/adapter", "", "elsewhere"], ids=["adapter", "above-it", "here"])
+def test_a_base_model_in_a_folder_by_a_relative_path_is_not_named(save, tmp_path, monkeypatch, start):
+    folder = shutil.copytree(save(base_model="models/base"), tmp_path / "out" / "adapter")
+    assert render_card(folder).data.base_model == "models/base"
+    (tmp_path / start / "models" / "base").mkdir(parents=True)
+    if start == "elsewhere":
+        monkeypatch.chdir(tmp_path / start)
+    card = render_card(folder)
+    assert card.data.base_model is None
+    assert "models/base" not in str(card)
+
+
+def test_a_repository_that_cannot_be_is_refused(save):
+    with pytest.raises(ValueError, match="Repo id must be in the form"):
+        render_card(save(), repo_id="a/b/c")
 
 
 def test_a_broken_results_file_is_refused(save):

@@ -123,6 +123,15 @@ def test_inspect_reads_a_repository(client, hub, tmp_path):
     assert (shown["base_model"], shown["routed_layers"]) == ("user/base", 2)
 
 
+def test_inspect_reads_the_revision_that_is_asked_for(client, hub, tmp_path):
+    client("push", "user/branches", revision="tried", path_in_repo="part")
+    arguments = ["inspect", "user/branches", "--subfolder", "part", "--json"]
+    code = f"from elastic_peft_cli import app; app({[*arguments, '--revision', 'tried']})"
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(output.stdout)["routed_layers"] == 2
+
+
 def test_inspect_counts_the_parameters_that_learn(make_base, make_config, tmp_path):
     model = get_peft_model(make_base(), make_config())
     model.save_pretrained(tmp_path / "adapter")
@@ -144,6 +153,58 @@ def test_inspect_refuses_an_unknown_kind_of_adapter(adapter):
     config = adapter / "adapter_config.json"
     config.write_text(config.read_text().replace('"ELASTIC"', '"NOPE"'))
     assert_refused(run("inspect", adapter), "`adapter` must have a readable adapter_config.json, got KeyError('NOPE')")
+
+
+def edit_config(adapter, **fields):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize("command", ["inspect", "card"])
+@pytest.mark.parametrize(
+    "heads",
+    [["a"], 5, {"0": "two"}, {"0": 2.5}, {"0": None}, {}],
+    ids=["list", "number", "text", "float", "null", "none"],
+)
+def test_malformed_heads_are_refused_in_one_line(adapter, command, heads):
+    edit_config(adapter, num_key_value_heads=heads)
+    assert_refused(run(command, adapter), "`adapter` must")
+
+
+@pytest.mark.parametrize("text", ["[1]", "5", "{", "\xff"], ids=["list", "number", "cut", "binary"])
+def test_a_configuration_that_is_no_object_is_refused(adapter, text):
+    (adapter / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    assert_refused(run("inspect", adapter), "`adapter` must have a readable adapter_config.json, got")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty", "`adapter` must hold a saved adapter, got"),
+        ("a/b/c d", "`adapter` must be a folder that exists or a repository on the Hub, got 'a/b/c d'."),
+        ("user/x", "`adapter` 'user/x' cannot be read from the Hub: it is not in the cache"),
+    ],
+    ids=["empty-folder", "no-name", "offline"],
+)
+def test_where_no_adapter_is_it_says_so(tmp_path, monkeypatch, name, message):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert_refused(run("inspect", name), message)
+
+
+def test_a_folder_has_no_revisions(adapter):
+    assert_refused(run("inspect", adapter, "--revision", "v1"), "`revision` must not be given for a folder, got 'v1'.")
+
+
+def test_inspect_reads_a_subfolder(adapter):
+    assert run_json("inspect", adapter.parent, "--subfolder", adapter.name)["routed_layers"] == 2
+
+
+def test_json_has_a_text_for_what_is_no_number_in_it(adapter):
+    edit_config(adapter, sparsity_bias=float("inf"))
+    result = run("inspect", adapter, "--json")
+    assert json.loads(result.stdout, parse_constant=pytest.fail)["sparsity_bias"] == "inf"
 
 
 def test_inspect_refuses_damaged_weights(adapter):
@@ -184,6 +245,32 @@ def test_route_writes_picture_and_page(adapter, base, prompt, tmp_path):
     assert "data:image/png;base64," in html.read_text()
 
 
+@pytest.mark.parametrize("option", ["--html", "--png"])
+def test_route_looks_at_its_outputs_before_it_runs(adapter, base, prompt, tmp_path, monkeypatch, option):
+    monkeypatch.setattr(runs, "_record", lambda *_, **__: pytest.fail("the model ran"))
+    output = tmp_path / "missing" / "file"
+    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt, option, output)
+    assert_refused(result, f"`{option}` must be in a folder that exists, got")
+
+
+def test_route_looks_at_the_adapter_before_the_base_model(make_base, prompt, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_record", lambda *_, **__: pytest.fail("the model ran"))
+    get_peft_model(make_base(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    result = run("route", "--model", "base", "--adapter", tmp_path / "lora", "--prompt-file", prompt)
+    assert_refused(result, "`adapter` must be an ELASTIC adapter, got one of type LORA.")
+
+
+def test_route_reads_a_subfolder(adapter, base, prompt):
+    place = ("--adapter", adapter.parent, "--subfolder", adapter.name)
+    assert run_json("route", "--model", base, *place, "--prompt-file", prompt)["tokens"] == 60
+
+
+def test_route_refuses_a_prompt_that_is_no_text(adapter, base, prompt):
+    prompt.write_bytes(b"\xff\xfe")
+    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
+    assert_refused(result, "`--prompt-file` must be UTF-8, got")
+
+
 def test_route_refuses_an_empty_prompt(adapter, base, prompt):
     prompt.write_text("")
     result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
@@ -217,6 +304,12 @@ def test_card_is_written_beside_the_adapter(adapter):
     assert "library_name: peft" in (adapter / "README.md").read_text()
 
 
+def test_card_names_repository_and_licence(adapter):
+    options = ("--repo-id", "user/tiny", "--subfolder", "part", "--license", "mit")
+    assert run_json("card", adapter, *options)["metadata"]["license"] == "mit"
+    assert '"user/tiny", subfolder="part")' in (adapter / "README.md").read_text()
+
+
 @pytest.fixture
 def sweep(monkeypatch, tmp_path):
     """Replaces the measurements by a script that writes its arguments as the result."""
@@ -239,6 +332,11 @@ def test_bench_runs_the_sweep(sweep, tmp_path):
     sweep(0)
     shown = run_json("bench", "decode", "--length", 1024, "--length", 2048, "--output", tmp_path / "out")
     assert shown == {"rows": ["decode", "--lengths", "1024", "2048", "--output", str(tmp_path / "out")]}
+
+
+def test_bench_says_when_nothing_was_measured(sweep, tmp_path):
+    (sweep(0) / "sweep.py").write_text("")
+    assert_refused(run("bench", "router", "--length", 2048, "--output", tmp_path), "`--length` must be one that")
 
 
 def test_bench_ends_as_the_sweep_ends(sweep):

@@ -93,7 +93,7 @@ def test_weights_in_another_format_are_not_loaded_from_the_hub(client, hub):
 
 
 def test_bad_figures_reach_no_hub(client, hub):
-    with pytest.raises(RuntimeError, match=r"ValueError: `results\.json` must hold a list"):
+    with pytest.raises(RuntimeError, match=r"ValueError: `results\.json` must hold at least one row"):
         client("push", "user/bad-results", results={"tasks": []})
     assert "user/bad-results" not in hub.repos
 

@@ -83,6 +83,11 @@ def bench(
     sweep = BENCHMARKS / "sweep.py"
     if not sweep.is_file():
         raise ValueError(f"`bench` must run in a checkout of the sources, got none: {sweep} is missing.")
+
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("`bench` must run where torch sees a CUDA GPU, got none.")
     output = output or BENCHMARKS / "results"
     lengths = ["--lengths", *map(str, length)] if length else []
     before = _written(output, operator)
@@ -116,11 +121,15 @@ def _record(model: str, adapter: str, prompt: str, **place: str | None) -> Routi
     """What the routers of `adapter` decide for `prompt`."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from elastic_peft import last_routing
     from elastic_peft.context import routed_decoder
 
+    try:
+        AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--model` {model!r} cannot be loaded: {error}") from error
     tokens = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
     if not tokens["input_ids"].numel():
         raise ValueError("`--prompt-file` must hold text, got one without tokens.")

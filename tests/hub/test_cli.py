@@ -265,6 +265,12 @@ def test_route_reads_a_subfolder(adapter, base, prompt):
     assert run_json("route", "--model", base, *place, "--prompt-file", prompt)["tokens"] == 60
 
 
+def test_route_names_a_base_model_that_is_none(adapter, prompt, tmp_path):
+    (tmp_path / "empty").mkdir()
+    result = run("route", "--model", tmp_path / "empty", "--adapter", adapter, "--prompt-file", prompt)
+    assert_refused(result, f"`--model` '{tmp_path / 'empty'}' cannot be loaded: ")
+
+
 def test_route_refuses_a_prompt_that_is_no_text(adapter, base, prompt):
     prompt.write_bytes(b"\xff\xfe")
     result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
@@ -316,6 +322,7 @@ def sweep(monkeypatch, tmp_path):
 
     def write(code):
         monkeypatch.setattr(runs, "BENCHMARKS", tmp_path)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         (tmp_path / "sweep.py").write_text(
             "import json, sys\nfrom pathlib import Path\n"
             "folder = Path(sys.argv[sys.argv.index('--output') + 1], 'gpu')\n"
@@ -347,6 +354,11 @@ def test_bench_ends_as_the_sweep_ends(sweep):
 def test_bench_needs_the_sources(monkeypatch, tmp_path):
     monkeypatch.setattr(runs, "BENCHMARKS", tmp_path)
     assert_refused(run("bench", "train"), "`bench` must run in a checkout of the sources")
+
+
+def test_bench_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(run("bench", "train"), "`bench` must run where torch sees a CUDA GPU, got none.")
 
 
 def test_bench_finds_the_sources():

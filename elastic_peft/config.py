@@ -116,8 +116,7 @@ class ElasticConfig(PeftConfig):
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType.ELASTIC
-        if self.num_key_value_heads is not None:  # JSON turns the keys into strings
-            self.num_key_value_heads = {int(index): heads for index, heads in self.num_key_value_heads.items()}
+        self.num_key_value_heads = _heads_by_layer(self.num_key_value_heads)
         if isinstance(self.layers_to_transform, int):
             self.layers_to_transform = [self.layers_to_transform]
         self._validate()
@@ -228,6 +227,8 @@ class ElasticConfig(PeftConfig):
             raise ValueError(f"`standardize_input` must be True or False, got {self.standardize_input!r}.")
         if not _is_number(self.sparsity_bias) or self.sparsity_bias != self.sparsity_bias:
             raise ValueError(f"`sparsity_bias` must be a number, got {self.sparsity_bias!r}.")
+        if self.head_dim is not None:
+            _check_integer("head_dim", self.head_dim, 1)
         if self.layers_to_transform is not None and (
             not isinstance(self.layers_to_transform, list | tuple)
             or not self.layers_to_transform
@@ -236,6 +237,17 @@ class ElasticConfig(PeftConfig):
             raise ValueError(
                 f"`layers_to_transform` must be None or layer indices from 0, got {self.layers_to_transform!r}."
             )
+
+
+def _heads_by_layer(value) -> dict[int, int] | None:
+    """`num_key_value_heads` with the layer indices that JSON turned into strings."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(str(index).isdecimal() for index in value):
+        raise ValueError(f"`num_key_value_heads` must map layer indices from 0 to numbers of heads, got {value!r}.")
+    for index, heads in value.items():
+        _check_integer(f"num_key_value_heads[{index}]", heads, 1)
+    return {int(index): heads for index, heads in value.items()}
 
 
 def _is_number(value) -> bool:

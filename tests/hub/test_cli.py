@@ -163,12 +163,13 @@ def edit_config(adapter, **fields):
 @pytest.mark.parametrize("command", ["inspect", "card"])
 @pytest.mark.parametrize(
     "heads",
-    [["a"], 5, {"0": "two"}, {"0": 2.5}, {"0": None}, {}],
-    ids=["list", "number", "text", "float", "null", "none"],
+    [["a"], 5, {"a": 2}, {"0": "two"}, {"0": 2.5}, {"0": None}, {}],
+    ids=["list", "number", "index", "text", "float", "null", "none"],
 )
 def test_malformed_heads_are_refused_in_one_line(adapter, command, heads):
     edit_config(adapter, num_key_value_heads=heads)
-    assert_refused(run(command, adapter), "`adapter` must")
+    message = "`adapter` must note" if heads == {} else "`num_key_value_heads"
+    assert_refused(run(command, adapter), message)
 
 
 @pytest.mark.parametrize("text", ["[1]", "5", "{", "\xff"], ids=["list", "number", "cut", "binary"])

@@ -14,10 +14,11 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from huggingface_hub.constants import REPOCARD_NAME
 from peft import PeftModel
 
-from .card import PICTURE_NAME, RESULTS_NAME, render_card
+from .card import PICTURE_NAME, render_card
 from .config import ElasticConfig
 from .context import RoutingRecord
 from .report import routing_png
+from .results import RESULTS_NAME
 
 
 def push_to_hub(

@@ -28,6 +28,7 @@ ORDER = [
     ["registration"],
     ["data", "trainer_config"],
     ["trainer"],
+    ["results", "saved"],
     ["card"],
     ["hub"],
     ["__init__"],

@@ -25,7 +25,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what an adapter routes, and how."""
-    from elastic_peft.card import read_config
+    from elastic_peft.saved import read_config
 
     config = read_config(adapter, revision=revision, subfolder=subfolder)
     weights = _weights(adapter, revision, subfolder)

@@ -54,8 +54,8 @@ def route(
         raise ImportError("`--html` and `--png` need matplotlib: pip install 'elastic_peft[report]'.")
     prompt = _read_prompt(prompt_file)
 
-    from elastic_peft.card import read_config
     from elastic_peft.report import layer_rows, routing_html, routing_png, routing_table, sequence_rows
+    from elastic_peft.saved import read_config
 
     read_config(adapter, revision=revision, subfolder=subfolder)
     record = _record(model, adapter, prompt, revision=revision, subfolder=subfolder)

@@ -66,7 +66,7 @@ def test_the_card_shows_a_call_that_works(loaded, monkeypatch):
     code = (KERNELS / "CARD.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     monkeypatch.setattr("kernels.get_kernel", lambda repo_id, **options: loaded)
     names = {}
-    exec(code.replace("cuda", "cpu").replace("{{ version }}", str(operators.VERSION)), names)
+    exec(code.replace("cuda", "cpu").replace("{{version}}", str(operators.VERSION)), names)
     assert names["output"].shape == names["query"].shape
 
 

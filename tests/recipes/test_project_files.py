@@ -1,5 +1,6 @@
 """The newcomer's commands and the pinned versions."""
 
+import os
 import re
 import subprocess
 import tomllib
@@ -29,7 +30,11 @@ def pins():
 
 
 def make(*arguments):
-    return subprocess.run(["make", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    """Runs make as from a shell, also where the tests were started by a make with variables of its own."""
+    given = ("MAKE", "MFLAGS", "VENV", "CONSTRAINTS", "ARGS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(given)}
+    command = ["make", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "test-compat", "quality", "docs"])

@@ -79,7 +79,7 @@ def test_compatibility_is_tested_at_the_lower_bounds(project, pins):
 
 
 def test_compatibility_has_an_environment_of_its_own():
-    commands = make("--dry-run", "test-compat").stdout
+    commands = make("--dry-run", "--always-make", "test-compat").stdout
     assert ".venv-oldest/bin/python -m pytest" in commands
     assert "--constraint constraints-oldest.txt" in commands
 

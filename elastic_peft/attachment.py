@@ -15,7 +15,7 @@ from .attention import ATTENTION_NAME
 from .cache import empty_cache
 from .context import DecoderScopes, decoder_scope, routed_decoder
 from .families import RoutedLayer
-from .hooks import DecoderHook, cache_argument, keep_record, pass_labels, route_attention
+from .hooks import DecoderHook, active_routers, cache_argument, keep_record, pass_labels, route_attention
 from .layer import ElasticLayer
 from .ragged_store import SLACK
 
@@ -51,6 +51,9 @@ def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
     if hasattr(model, "generate"):
         # PEFT reaches the model's own `generate` by several ways; all of them end here.
         model.generate = RoutedGenerate(model)
+    if hasattr(model, "init_continuous_batching"):
+        # Every way into continuous batching comes by here.
+        model.init_continuous_batching = RefusedBatching(model)
 
 
 def detach(model: nn.Module) -> None:
@@ -60,7 +63,8 @@ def detach(model: nn.Module) -> None:
             _detach_router(module)
         _remove_handles(module)
         module.__dict__.pop("elastic_scopes", None)
-    model.__dict__.pop("generate", None)
+    for name in ("generate", "init_continuous_batching"):
+        model.__dict__.pop(name, None)
 
 
 def discard_adapter(model: nn.Module, adapter_name: str) -> None:
@@ -84,12 +88,48 @@ def discard_adapter(model: nn.Module, adapter_name: str) -> None:
             del model.peft_config
 
 
-class RoutedGenerate:
-    """The model's own `generate`, with the prompt's length pinned so that no generated token is ever pooled.
+class ModelMethod:
+    """A method of one model that stands before its class's own.
 
     Args:
         model: the model that it becomes an attribute of; referred to weakly, so that the model is freed with its
             last user.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> Any:
+        """The model whose method this is."""
+        return self._model()
+
+    def __deepcopy__(self, memo):
+        return type(self)(memo.get(id(self.model), self.model))
+
+    def __reduce__(self):
+        return type(self), (self.model,)
+
+
+class RefusedBatching(ModelMethod):
+    """The model's own `init_continuous_batching`, for the base model alone.
+
+    Raises:
+        ValueError: when called while an adapter is active: pages of a shared cache hold every head's keys, and no
+            routes.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any):
+        if active_routers(routed_decoder(self.model)):
+            raise ValueError(
+                "Continuous batching must run without an active ELASTIC adapter, for its paged cache keeps no routes: "
+                "call `generate` with a batch of prompts, or disable the adapter."
+            )
+        return type(self.model).init_continuous_batching(self.model, *args, **kwargs)
+
+
+class RoutedGenerate(ModelMethod):
+    """The model's own `generate`, with the prompt's length pinned so that no generated token is ever pooled.
 
     Called with `reroute=True` beside a cache, it empties the cache first: the whole conversation is read and routed
     again, where a later turn otherwise follows the routes of the first. Freed keys can only come back that way.
@@ -99,22 +139,8 @@ class RoutedGenerate:
             apart; or when `reroute` is to empty what is no transformers cache.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = weakref.ref(model)
-
-    @property
-    def model(self) -> Any:
-        """The model whose `generate` this is."""
-        return self._model()
-
     def __call__(self, *args: Any, reroute: bool = False, **kwargs: Any):
         return _generate(self.model, reroute, *args, **kwargs)
-
-    def __deepcopy__(self, memo):
-        return RoutedGenerate(memo.get(id(self.model), self.model))
-
-    def __reduce__(self):
-        return RoutedGenerate, (self.model,)
 
 
 def _generate(model: Any, reroute: bool, *args: Any, **kwargs: Any):

@@ -245,6 +245,23 @@ def test_an_interrupted_generation_leaves_the_model_usable(model, error):
     assert last_routing(model).lengths.tolist() == [60], "the interrupted prompt's length must not be pinned"
 
 
+@pytest.mark.parametrize("call", ["generate_batch", "init_continuous_batching", "paged"])
+def test_continuous_batching_is_refused(model, call):
+    prompts, twin = [tokens(20)[0].tolist()], copy.deepcopy(model)
+    calls = {
+        "generate_batch": lambda: model.generate_batch(inputs=prompts),
+        "init_continuous_batching": lambda: twin.init_continuous_batching(),
+        "paged": lambda: model.generate(tokens(20), cache_implementation="paged"),
+    }
+    with pytest.raises(ValueError, match="Continuous batching must run without an active ELASTIC adapter"):
+        calls[call]()
+
+
+def test_the_base_model_still_batches_continuously(model):
+    with model.disable_adapter():
+        assert model.init_continuous_batching() is not None
+
+
 def test_models_in_one_process_keep_their_own_routing(model):
     other = routed("XA-SSA")
     generate(model, input_ids=tokens(40))

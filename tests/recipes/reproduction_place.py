@@ -4,11 +4,12 @@ import random
 
 import numpy as np
 import yaml
+from recipes.tiny_llama import save_tiny_llama
 from reproduction.examples import TASKS
 from reproduction.recipe import RECIPES
 from reproduction.workplace import Workplace
 from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast
 
 
 SYSTEM = "<|im_start|>system\nhelp<|im_end|>\n<|im_start|>user\n"
@@ -72,20 +73,7 @@ def write_examples(file, tokenizer, count):
 
 def make_place(folder):
     tokenizer = make_tokenizer()
-    set_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_tiny_llama(tokenizer, folder / "model")
     write_examples(folder / "tasks.npz", tokenizer, 4)
     for name in ("jobs", "failed", "adapters", "claims"):
         (folder / "output" / name).mkdir(parents=True)

@@ -14,26 +14,15 @@ from demo_data import TASKS
 from demo_evaluation import evaluate
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
+from recipes.tiny_llama import save_tiny_llama
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
 def tiny_model(tokenizer, tmp_path_factory):
-    set_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.2,
-    )
     directory = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    save_tiny_llama(tokenizer, directory)
     return directory
 
 

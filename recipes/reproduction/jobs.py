@@ -60,17 +60,21 @@ def _schedules() -> list[Job]:
     """Other trades between sparsity and loss."""
     longer = {"max_steps": 450}
     wide = {"window_size": 512}
+    reachable = _t_values(robust=0.9)
+    gentle = {"multiplier_learning_rate": 5e-3}
     return [
         Job("bounds-window512", "masks", what="bounds", config=wide),
-        Job("trade-window512", "train", config=wide),
-        Job("trade-robust0.9", "train", config=_t_values(robust=0.9)),
-        Job("trade-longer", "train", arguments=longer),
-        Job("trade-window512-robust0.9", "train", config={**wide, **_t_values(robust=0.9)}),
-        Job("trade-router-lr2e-3", "train", arguments={"router_learning_rate": 2e-3}),
+        Job("trade-longer-window512-robust0.9", "train", config={**wide, **reachable}, arguments=longer),
         Job("trade-longer-window512", "train", config=wide, arguments=longer),
-        Job("trade-multiplier-lr5e-3", "train", arguments={"multiplier_learning_rate": 5e-3}),
-        Job("trade-longer-robust0.9", "train", config=_t_values(robust=0.9), arguments=longer),
-        Job("trade-robust0.95", "train", config=_t_values(robust=0.95)),
+        Job("trade-longer-robust0.9", "train", config=reachable, arguments=longer),
+        Job("trade-longer", "train", arguments=longer),
+        Job("trade-window512", "train", config=wide),
+        Job("trade-window512-robust0.9", "train", config={**wide, **reachable}),
+        Job("trade-robust0.9", "train", config=reachable),
+        Job("trade-window512-multiplier-lr5e-3", "train", config=wide, arguments=gentle),
+        Job("trade-window512-router-lr2e-3", "train", config=wide, arguments={"router_learning_rate": 2e-3}),
+        Job("trade-window512-robust0.9-multiplier-lr5e-3", "train", config={**wide, **reachable}, arguments=gentle),
+        Job("trade-window512-robust0.85", "train", config={**wide, **_t_values(robust=0.85)}),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs the reproduction: several workers on one device take jobs in the order of importance.
+"""Runs the reproduction: several workers take jobs in the order of importance.
 
     cd recipes
     python -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output ../out/reproduction
@@ -9,6 +9,7 @@ A job that fails leaves `failed/{name}.txt`, and is tried again the next time.
 
 import argparse
 import gc
+import os
 import platform
 import shutil
 import subprocess
@@ -48,8 +49,17 @@ def main(arguments: list[str] | None = None) -> None:
     (args.output / "claims").mkdir()
     deadline = time.time() + args.budget_seconds
     command = [sys.executable, "-m", "reproduction.run", *(arguments or sys.argv[1:]), "--deadline", str(deadline)]
-    workers = [subprocess.Popen(command) for _ in range(args.workers)]
+    workers = [subprocess.Popen(command, env=environment) for environment in _environments(args)]
     sys.exit(max(worker.wait() for worker in workers))
+
+
+def _environments(args: argparse.Namespace) -> list[dict[str, str]]:
+    """The environment of each worker; workers of `"cuda"` take the visible GPUs in turn, one each."""
+    if args.device != "cuda":
+        return [dict(os.environ)] * args.workers
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return [os.environ | {"CUDA_VISIBLE_DEVICES": visible[worker % count]} for worker in range(args.workers)]
 
 
 def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> None:
@@ -170,7 +180,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="tasks_4k.npz")
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=4, help="processes on the device (default 4)")
+    parser.add_argument("--workers", type=int, default=4, help="processes, spread over the visible GPUs (default 4)")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no job that outlasts it")
     parser.add_argument("--only", nargs="+", help="names of jobs; default all")
     parser.add_argument("--rows", type=int, default=48, help="evaluation examples of each set (default 48)")

@@ -57,24 +57,28 @@ def _main() -> list[Job]:
 
 
 def _schedules() -> list[Job]:
-    """Other trades between sparsity and loss."""
-    longer = {"max_steps": 450}
-    wide = {"window_size": 512}
+    """Other trades between sparsity and loss than the recipe's."""
+    start = {"window_size": 256, "pool_size": 100}
+    wide = {**start, "window_size": 512}
     reachable = _t_values(robust=0.9)
+    longer = {"max_steps": 450}
     gentle = {"multiplier_learning_rate": 5e-3}
     return [
-        Job("bounds-window512", "masks", what="bounds", config=wide),
-        Job("trade-longer-window512-robust0.9", "train", config={**wide, **reachable}, arguments=longer),
+        Job("bounds-window256", "masks", what="bounds", config=start),
+        *(Job(f"trade-window256-seed{seed}", "train", config=start, seed=seed) for seed in SEEDS[:2]),
+        *(Job(f"trade-window512-seed{seed}", "train", config=wide, seed=seed) for seed in SEEDS),
+        Job(
+            "trade-two-hops-sparser",
+            "train",
+            config={"t_values": {**_t_values(sensitive=0.68)["t_values"], "multihop_qa": 0.76}},
+        ),
+        Job("trade-longer", "train", config=start, arguments=longer),
         Job("trade-longer-window512", "train", config=wide, arguments=longer),
-        Job("trade-longer-robust0.9", "train", config=reachable, arguments=longer),
-        Job("trade-longer", "train", arguments=longer),
-        Job("trade-window512", "train", config=wide),
+        Job("trade-robust0.9", "train", config={**start, **reachable}),
+        Job("trade-longer-robust0.9", "train", config={**start, **reachable}, arguments=longer),
         Job("trade-window512-robust0.9", "train", config={**wide, **reachable}),
-        Job("trade-robust0.9", "train", config=reachable),
+        Job("trade-longer-window512-robust0.9", "train", config={**wide, **reachable}, arguments=longer),
         Job("trade-window512-multiplier-lr5e-3", "train", config=wide, arguments=gentle),
-        Job("trade-window512-router-lr2e-3", "train", config=wide, arguments={"router_learning_rate": 2e-3}),
-        Job("trade-window512-robust0.9-multiplier-lr5e-3", "train", config={**wide, **reachable}, arguments=gentle),
-        Job("trade-window512-robust0.85", "train", config={**wide, **_t_values(robust=0.85)}),
     ]
 
 

@@ -1,94 +1,21 @@
 """`train_sft.py` from a recipe to a saved and pushed adapter, in one process and in two."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import train_sft
-import yaml
 from datasets import Dataset
 from hub.fake_hub import TOKEN, FakeHub
 from huggingface_hub import HfApi, constants
 from peft import PeftModel
+from recipes.sft_runs import STEPS, assert_close, launch, multipliers, train, weights, write_recipe
 from safetensors.torch import load_file
-from trainer.tiny import T_VALUES, base_model, dataset, rows, tokenizer
+from trainer.tiny import T_VALUES, dataset, rows
 from transformers import AutoModelForCausalLM
-
-
-ROOT = Path(__file__).parents[2]
-LAUNCHED = Path(__file__).with_name("launched.py")
-STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """A recipe for a tiny model, as a file."""
-    folder = tmp_path_factory.mktemp("recipe")
-    base_model().save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
-    (folder / "data").mkdir()
-    dataset(16).to_parquet(folder / "data" / "train.parquet")
-    fields = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name": str(folder / "data"),
-        "sink_size": 2,
-        "window_size": 4,
-        "pool_size": 4,
-        "t_values": T_VALUES,
-        "max_steps": STEPS,
-        "max_length": 64,
-        "per_device_train_batch_size": 4,
-        "train_sampling_strategy": "sequential",
-        "calibration_batches": 2,
-        "router_learning_rate": 1e-2,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "save_steps": 1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    file = folder / "tiny.yaml"
-    file.write_text(yaml.safe_dump(fields))
-    return file
-
-
-def train(recipe, output_dir, *options):
-    train_sft.main(["--config", str(recipe), "--output_dir", str(output_dir), *options])
-    return output_dir
-
-
-def launch(engine, recipe, output_dir, *options, dies_at_step=None):
-    """Trains in two processes, half of each batch in either."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--main_process_port=0"]
-    command += [
-        "--mixed_precision=no",
-        f"--config_file={ROOT / 'recipes' / 'accelerate' / engine}.yaml",
-        str(LAUNCHED),
-    ]
-    command += ["--config", str(recipe), "--output_dir", str(output_dir), "--per_device_train_batch_size", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "CI": "1"}
-    if dies_at_step is not None:
-        environment["DIES_AT_STEP"] = str(dies_at_step)
-    return subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def weights(output_dir):
-    return load_file(output_dir / "adapter_model.safetensors")
-
-
-def multipliers(output_dir):
-    return load_file(output_dir / f"checkpoint-{STEPS}" / "multipliers.safetensors")
-
-
-def assert_close(actual, expected):
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    return write_recipe(tmp_path_factory.mktemp("recipe"), use_cpu=True)
 
 
 @pytest.fixture(scope="module")

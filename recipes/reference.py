@@ -16,6 +16,7 @@ MODULES = [
     "elastic_peft.card",
     "elastic_peft.convert",
     "elastic_peft.report",
+    "elastic_peft.similarity",
     "elastic_kernels",
 ]
 

@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit("Error: `elastic-peft` needs typer: pip install 'elastic_peft[cli]'.") from error
 
-from . import adapters, runs
+from . import adapters, bench, route
 
 
 class OneLineErrors(TyperGroup):
@@ -51,7 +51,7 @@ app.command(epilog="Example: elastic-peft inspect user/adapter --json")(adapters
 app.command(
     epilog="Example: elastic-peft route --model Qwen/Qwen3-4B --adapter user/adapter --prompt-file prompt.txt "
     "--html routing.html"
-)(runs.route)
+)(route.route)
 app.add_typer(convert, name="convert")
 convert.command(epilog="Example: elastic-peft convert paper Elastic-Qwen3-4B adapter --base-model Qwen/Qwen3-4B")(
     adapters.paper
@@ -61,4 +61,4 @@ convert.command(
     "--base-model meta-llama/Llama-3.1-8B-Instruct --sparsity 0.5"
 )(adapters.duo)
 app.command(epilog="Example: elastic-peft card adapter")(adapters.card)
-app.command(epilog="Example: elastic-peft bench prefill --length 8192 --length 131072")(runs.bench)
+app.command(epilog="Example: elastic-peft bench prefill --length 8192 --length 131072")(bench.bench)

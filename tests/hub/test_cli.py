@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from elastic_peft import ElasticConfig, last_routing
-from elastic_peft_cli import app, runs
+from elastic_peft_cli import app, bench, route
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,13 +219,14 @@ def test_wrong_usage_has_its_own_exit_code(adapter):
 
 
 def test_route_shows_what_the_model_decides(adapter, base, make_base, prompt):
-    shown = run_json("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
+    everything = run_json("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
+    (shown,) = everything["prompts"]
     model = PeftModel.from_pretrained(make_base(), adapter).eval()
     with torch.no_grad():
         model(torch.tensor([[int(word[1:]) for word in PROMPT.split()]]))
     record = last_routing(model)
     assert shown["sparse"] == record.decisions[0].tolist()
-    assert (shown["tokens"], shown["layers"]) == (60, record.layers)
+    assert (shown["tokens"], everything["layers"]) == (60, record.layers)
     assert shown["msr"] == pytest.approx(record.msr.item())
     assert shown["esr"] == pytest.approx(record.esr.item())
 
@@ -246,16 +247,40 @@ def test_route_writes_picture_and_page(adapter, base, prompt, tmp_path):
     assert "data:image/png;base64," in html.read_text()
 
 
+@pytest.fixture
+def prompts(prompt, tmp_path):
+    """Options for two prompts of one file name, the second with other words."""
+    other = tmp_path / "other" / prompt.name
+    other.parent.mkdir()
+    other.write_text(" ".join(f"w{(11 * i) % 96}" for i in range(50)))
+    return ("--prompt-file", prompt, "--prompt-file", other)
+
+
+def test_route_runs_each_prompt_as_if_alone(adapter, base, prompts):
+    place = ("route", "--model", base, "--adapter", adapter)
+    together = run_json(*place, *prompts)["prompts"]
+    alone = [run_json(*place, *prompts[first : first + 2])["prompts"][0] for first in (0, 2)]
+    assert [shown["prompt"] for shown in together] == [prompts[1].name, f"other/{prompts[1].name}"]
+    assert [shown["sparse"] for shown in together] == [shown["sparse"] for shown in alone]
+
+
+def test_route_shows_how_alike_several_prompts_look_to_the_routers(adapter, base, prompts, tmp_path):
+    html = tmp_path / "routing.html"
+    result = run("route", "--model", base, "--adapter", adapter, *prompts, "--html", html)
+    assert result.exit_code == 0, result.output
+    assert html.read_text().count("<img") == 2, "heat map and similarity"
+
+
 @pytest.mark.parametrize("option", ["--html", "--png"])
 def test_route_looks_at_its_outputs_before_it_runs(adapter, base, prompt, tmp_path, monkeypatch, option):
-    monkeypatch.setattr(runs, "_record", lambda *_, **__: pytest.fail("the model ran"))
+    monkeypatch.setattr(route, "_load", lambda *_, **__: pytest.fail("the model ran"))
     output = tmp_path / "missing" / "file"
     result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt, option, output)
     assert_refused(result, f"`{option}` must be in a folder that exists, got")
 
 
 def test_route_looks_at_the_adapter_before_the_base_model(make_base, prompt, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_record", lambda *_, **__: pytest.fail("the model ran"))
+    monkeypatch.setattr(route, "_load", lambda *_, **__: pytest.fail("the model ran"))
     get_peft_model(make_base(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
     result = run("route", "--model", "base", "--adapter", tmp_path / "lora", "--prompt-file", prompt)
     assert_refused(result, "`adapter` must be an ELASTIC adapter, got one of type LORA.")
@@ -263,7 +288,7 @@ def test_route_looks_at_the_adapter_before_the_base_model(make_base, prompt, tmp
 
 def test_route_reads_a_subfolder(adapter, base, prompt):
     place = ("--adapter", adapter.parent, "--subfolder", adapter.name)
-    assert run_json("route", "--model", base, *place, "--prompt-file", prompt)["tokens"] == 60
+    assert run_json("route", "--model", base, *place, "--prompt-file", prompt)["prompts"][0]["tokens"] == 60
 
 
 def test_route_names_a_base_model_that_is_none(adapter, prompt, tmp_path):
@@ -322,7 +347,7 @@ def sweep(monkeypatch, tmp_path):
     """Replaces the measurements by a script that writes its arguments as the result."""
 
     def write(code):
-        monkeypatch.setattr(runs, "BENCHMARKS", tmp_path)
+        monkeypatch.setattr(bench, "BENCHMARKS", tmp_path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         (tmp_path / "sweep.py").write_text(
             "import json, sys\nfrom pathlib import Path\n"
@@ -353,7 +378,7 @@ def test_bench_ends_as_the_sweep_ends(sweep):
 
 
 def test_bench_needs_the_sources(monkeypatch, tmp_path):
-    monkeypatch.setattr(runs, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path)
     assert_refused(run("bench", "train"), "`bench` must run in a checkout of the sources")
 
 
@@ -363,10 +388,10 @@ def test_bench_needs_a_gpu(monkeypatch):
 
 
 def test_bench_finds_the_sources():
-    assert (runs.BENCHMARKS / "sweep.py").is_file()
+    assert (bench.BENCHMARKS / "sweep.py").is_file()
 
 
-@pytest.mark.parametrize("operator", list(runs.Operator))
+@pytest.mark.parametrize("operator", list(bench.Operator))
 def test_bench_offers_what_the_sweep_measures(operator, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "kernels" / "benchmarks"))
     assert operator.value in import_module("registry").OPERATORS

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from elastic_peft import last_routing
-from elastic_peft.report import layer_rows, routing_html, routing_png, routing_table, sequence_rows
+from elastic_peft.report import (
+    layer_rows,
+    routing_html,
+    routing_png,
+    routing_table,
+    sequence_rows,
+    training_figure,
+)
 
 
 def decisions(sequences=3, layers=4, heads=2):
@@ -124,3 +131,62 @@ def test_page_holds_its_tables_and_needs_no_other_file(record):
     assert all(f"<td>{cell}</td>" in page for cell in cells)
     assert page.count("<img") == page.count('src="data:image/png;base64,') == 1
     assert "http" not in page
+
+
+def test_rows_of_named_records_are_told_apart(record):
+    named = {"qa": record, "code": record}
+    assert [row["task"] for row in sequence_rows(named)] == ["qa", "qa", "code", "code"]
+    shares = [row["MSR"] for row in layer_rows(record)]
+    assert [(row["qa"], row["code"]) for row in layer_rows(named)] == list(zip(shares, shares))
+
+
+def test_page_of_named_records_has_a_panel_each(record, figures):
+    page = routing_html({"qa": record, "<code>": record})
+    assert [ax.get_title(loc="left").split(":")[0] for ax in figures[0].axes if ax.images] == ["qa", "<code>"]
+    assert "<td>&lt;code&gt;</td>" in page
+
+
+@pytest.mark.parametrize("show", [layer_rows, routing_html], ids=lambda function: function.__name__)
+def test_no_records_are_refused(show):
+    with pytest.raises(ValueError, match="`routing` must hold at least one record"):
+        show({})
+
+
+# Training
+
+LOG = [
+    {"step": 10, "lm_loss": 3.0, "sparsity_loss": 0.2, "msr/code": 0.5, "lambda1/code": 0.1, "lambda2/code": 0.3},
+    {"step": 20, "lm_loss": 2.5, "sparsity_loss": 0.1, "msr/code": 0.7, "lambda1/code": 0.2, "lambda2/code": 0.4},
+    {"step": 20, "eval_msr/code": 0.75, "eval_lm_loss": 2.4},
+    {"train_runtime": 1.0, "step": 20},
+]
+
+
+def lines(figure):
+    """The points of each line by its panel's title."""
+    return {
+        ax.get_title(loc="left"): [line.get_xydata().tolist() for line in ax.lines if len(line.get_xdata())]
+        for ax in figure.axes
+    }
+
+
+def test_training_shows_every_logged_figure():
+    pytest.importorskip("matplotlib")
+    assert lines(training_figure(LOG)) == {
+        "MSR, sampled; large: evaluated": [[[10, 0.5], [20, 0.7]], [[20, 0.75]]],
+        "multiplier λ1": [[[10, 0.1], [20, 0.2]]],
+        "multiplier λ2": [[[10, 0.3], [20, 0.4]]],
+        "losses": [[[10, 3.0], [20, 2.5]], [[10, 0.2], [20, 0.1]]],
+    }
+
+
+def test_training_marks_the_targets_of_its_tasks_alone():
+    pytest.importorskip("matplotlib")
+    points = lines(training_figure(LOG, targets={"code": 0.9, "single_qa": 0.6}))
+    assert points["MSR, sampled; large: evaluated; dotted: targets"][-1] == [[0.0, 0.9], [1.0, 0.9]]
+    assert 0.6 not in {y for line in points["MSR, sampled; large: evaluated; dotted: targets"] for _, y in line}
+
+
+def test_training_without_tasks_is_refused():
+    with pytest.raises(ValueError, match="`log_history` must hold lines with the MSR of tasks"):
+        training_figure([{"step": 1, "loss": 2.0}])

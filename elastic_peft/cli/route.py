@@ -1,0 +1,144 @@
+"""The command `route`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import AsJson, Revision, Subfolder
+from .output import check_can_write, show
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import BatchEncoding
+
+    from elastic_peft import RoutingRecord
+
+
+Prompts = Annotated[
+    list[Path],
+    typer.Option(help="Text of a prompt, UTF-8; may be repeated, one a task.", exists=True, dir_okay=False),
+]
+Picture = Annotated[Path | None, typer.Option(help="Write a heat map there.", dir_okay=False)]
+Page = Annotated[Path | None, typer.Option(help="Write a page that needs no other file.", dir_okay=False)]
+
+
+def route(
+    model: Annotated[str, typer.Option(help="Base model: a folder, or repository on the Hub.")],
+    adapter: Annotated[str, typer.Option(help="Adapter: a folder, or repository on the Hub.")],
+    prompt_file: Prompts,
+    revision: Revision = None,
+    subfolder: Subfolder = None,
+    html: Page = None,
+    png: Picture = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run prompts and show which heads the routers made sparse."""
+    # What needs no model comes first: it may take minutes to load.
+    check_can_write("--html", html)
+    check_can_write("--png", png)
+    if (html or png) and find_spec("matplotlib") is None:
+        raise ImportError("`--html` and `--png` need matplotlib: pip install 'elastic_peft[report]'.")
+    texts = [_read_prompt(file) for file in prompt_file]
+
+    from elastic_peft.report import layer_rows, routing_html, routing_png, routing_table, sequence_rows
+    from elastic_peft.saved import read_config
+    from elastic_peft.similarity import task_similarity
+
+    read_config(adapter, revision=revision, subfolder=subfolder)
+    prompts = dict(zip(_names(prompt_file), _tokens(model, texts)))
+    routed = _load(model, adapter, revision=revision, subfolder=subfolder)
+    records, pooled = {}, {}
+    for name, tokens in prompts.items():
+        records[name], pooled[name] = _run(routed, name, tokens)
+    first = next(iter(records.values()))
+    if png is not None:
+        routing_png({name: record.decisions for name, record in records.items()}, png, layers=first.layers)
+    if html is not None:
+        similarity = task_similarity(routed, pooled) if len(pooled) > 1 else None
+        html.write_text(routing_html(records, similarity), encoding="utf-8")
+    sequences = sequence_rows(records)
+    if as_json:
+        shown = [_json(row, record) for row, record in zip(sequences, records.values())]
+        show({"mode_pair": first.mode_pair, "layers": first.layers, "prompts": shown}, as_json)
+        return
+    computed = list(dict.fromkeys(str(record.implementation) for record in records.values()))
+    show({"mode_pair": first.mode_pair, "computed_by": computed}, as_json)
+    typer.echo(f"\n{routing_table(sequences)}\n\n{routing_table(layer_rows(records))}")
+
+
+def _json(row: dict[str, Any], record: RoutingRecord) -> dict[str, Any]:
+    ratios = {"msr": row["MSR"], "esr": row["ESR"], "esr_last_layer": row["ESR, last layer"]}
+    described = {"prompt": row["task"], "computed_by": record.implementation, "tokens": row["tokens"]}
+    return {**described, **ratios, "sparse": record.decisions[0].tolist()}
+
+
+def _names(files: list[Path]) -> list[str]:
+    """The files' names, with as many of their folders as tell them apart."""
+    if len({file.name for file in files}) == len(files):
+        return [file.name for file in files]
+    paths = [file.resolve() for file in files]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
+
+
+def _read_prompt(file: Path) -> str:
+    try:
+        prompt = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--prompt-file` must be UTF-8, got {error}.") from error
+    if not prompt:
+        raise ValueError("`--prompt-file` must hold text, got an empty file.")
+    return prompt
+
+
+def _tokens(model: str, prompts: list[str]) -> list[BatchEncoding]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--model` {model!r} cannot be loaded: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
+    if not all(each["input_ids"].numel() for each in tokens):
+        raise ValueError("`--prompt-file` must hold text, got one without tokens.")
+    return tokens
+
+
+def _load(model: str, adapter: str, **place: str | None) -> Any:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map=device)
+    return PeftModel.from_pretrained(base, adapter, **place).eval()
+
+
+def _run(routed: Any, name: str, tokens: BatchEncoding) -> tuple[RoutingRecord, dict[int, torch.Tensor]]:
+    """What the routers decide for a prompt, and what they pool from it."""
+    import torch
+
+    from elastic_peft import last_routing
+    from elastic_peft.context import routed_decoder
+    from elastic_peft.similarity import pooled_keys
+
+    layers = routed_decoder(routed).layers
+    with typer.progressbar(length=len(layers), label=name, file=sys.stderr) as bar:
+        hooks = [layer.register_forward_hook(lambda *_: bar.update(1)) for layer in layers]
+        try:
+            with torch.no_grad(), pooled_keys(routed) as pooled:
+                routed(**tokens.to(routed.device), use_cache=False, logits_to_keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    record = last_routing(routed)
+    assert record is not None
+    return record, pooled

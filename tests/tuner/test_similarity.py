@@ -1,0 +1,60 @@
+"""How alike tasks look to the routers, and the picture of it."""
+
+import pytest
+import torch
+
+from elastic_peft.report import similarity_figure
+from elastic_peft.similarity import pooled_keys, task_similarity
+
+
+@pytest.fixture
+def model(make_routed):
+    return make_routed()
+
+
+def pool(model, *seeds):
+    """Pooled keys of random prompts of 40 tokens."""
+    prompts = [torch.randint(96, (40,), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    with torch.no_grad(), pooled_keys(model) as pooled:
+        model(torch.stack(prompts))
+    return pooled
+
+
+def test_pooled_keys_are_the_routers_own(model):
+    pooled = pool(model, 0, 1)
+    assert {layer: tuple(keys.shape[:2]) for layer, keys in pooled.items()} == {0: (2, 2), 1: (2, 2)}
+    model(torch.zeros(1, 8, dtype=torch.int64))
+    assert len(pooled[0]) == 2, "a pass outside must not be collected"
+
+
+def test_similarity_is_the_mean_cosine_of_the_tasks_mean_keys(model):
+    pooled = {"qa": pool(model, 0, 1), "code": pool(model, 2, 3, 4)}
+    expected = [
+        torch.cosine_similarity(*(keys[layer].mean(dim=0) for keys in pooled.values()), dim=-1).mean()
+        for layer in (0, 1)
+    ]
+    matrix = task_similarity(model, pooled)["keys"]
+    torch.testing.assert_close(matrix, torch.eye(2) + (1 - torch.eye(2)) * torch.stack(expected).mean())
+
+
+def test_the_router_input_is_standardised(model):
+    similarity = task_similarity(model, {"qa": pool(model, 0), "code": pool(model, 1)})
+    assert not torch.allclose(similarity["keys"], similarity["input"], atol=1e-3)
+
+
+def test_similarity_of_no_tasks_is_refused(model):
+    with pytest.raises(ValueError, match="`pooled` must hold at least one task"):
+        task_similarity(model, {})
+
+
+def test_similarity_picture_shows_every_stage():
+    pytest.importorskip("matplotlib")
+    stages = {stage: torch.eye(2) * scale for stage, scale in (("keys", 1.0), ("input", 0.5), ("task_mlp", 0.25))}
+    panels = [ax.images[0].get_array() for ax in similarity_figure(stages, ["qa", "code"]).axes if ax.images]
+    assert [panel[1, 1] for panel in panels] == [1.0, 0.5, 0.25]
+
+
+def test_similarity_picture_of_other_tasks_is_refused():
+    stages = dict.fromkeys(("keys", "input", "task_mlp"), torch.eye(2))
+    with pytest.raises(ValueError, match="`tasks` must name the 2 rows of keys, got 3"):
+        similarity_figure(stages, ["qa", "code", "labels"])

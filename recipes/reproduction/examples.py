@@ -5,7 +5,7 @@ and answer together, for the splits `train` and `eval`; tokens of SmolLM2, chat 
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -40,6 +40,10 @@ class Example:
     def task(self) -> str:
         """Its task, one of an adapter's `t_values`."""
         return TASKS[self.set]
+
+    def cut(self, answer_tokens: int | None) -> "Example":
+        """The example with at most so many tokens of its answer; `None`: all."""
+        return self if answer_tokens is None else replace(self, ids=self.ids[: self.prompt_end + answer_tokens])
 
 
 def load_examples(file: Path, split: str) -> dict[str, list[Example]]:

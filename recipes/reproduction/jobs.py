@@ -26,6 +26,8 @@ class Job:
         arguments: fields of `ElasticSFTConfig` that differ from the recipe.
         sets: sets that are trained on.
         phrasing: phrasings that are trained on.
+        answer_tokens: tokens of an answer that are trained on at most; `None`: all. The loss is a mean over tokens,
+            so long answers outweigh short ones.
         seed: of the training.
         is_blind: train static gates.
     """
@@ -38,6 +40,7 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
     sets: tuple[str, ...] = tuple(TASKS)
     phrasing: str = "all"
+    answer_tokens: int | None = None
     seed: int = 0
     is_blind: bool = False
 
@@ -62,16 +65,15 @@ def _schedules() -> list[Job]:
     wide = {**start, "window_size": 512}
     reachable = _t_values(robust=0.9)
     longer = {"max_steps": 450}
+    two_hops = {"t_values": {**_t_values(sensitive=0.68)["t_values"], "multihop_qa": 0.76}}
     gentle = {"multiplier_learning_rate": 5e-3}
+    code = {"t_values": {**reachable["t_values"], "code": 0.85, "summarization": 1.0, "in_context_learning": 1.0}}
+    short = {"answer_tokens": 32}
     return [
         Job("bounds-window256", "masks", what="bounds", config=start),
         *(Job(f"trade-window256-seed{seed}", "train", config=start, seed=seed) for seed in SEEDS[:2]),
         *(Job(f"trade-window512-seed{seed}", "train", config=wide, seed=seed) for seed in SEEDS),
-        Job(
-            "trade-two-hops-sparser",
-            "train",
-            config={"t_values": {**_t_values(sensitive=0.68)["t_values"], "multihop_qa": 0.76}},
-        ),
+        Job("trade-two-hops-sparser", "train", config=two_hops),
         Job("trade-longer", "train", config=start, arguments=longer),
         Job("trade-longer-window512", "train", config=wide, arguments=longer),
         Job("trade-robust0.9", "train", config={**start, **reachable}),
@@ -79,6 +81,23 @@ def _schedules() -> list[Job]:
         Job("trade-window512-robust0.9", "train", config={**wide, **reachable}),
         Job("trade-longer-window512-robust0.9", "train", config={**wide, **reachable}, arguments=longer),
         Job("trade-window512-multiplier-lr5e-3", "train", config=wide, arguments=gentle),
+        *(
+            Job(f"trade-{name}-seed{seed}", "train", seed=seed, **fields)
+            for seed in SEEDS[:2]
+            for name, fields in {
+                "longer-robust0.9-answer32": {"config": reachable, "arguments": longer, **short},
+                "longer-robust0.9-gentle-answer32": {"config": reachable, "arguments": {**longer, **gentle}, **short},
+                "longer-robust0.9-pool50": {"config": reachable, "arguments": longer},
+                "answer32": short,
+                "gentle-answer32": {"arguments": gentle, **short},
+                "code0.85-answer32": {"config": code, **short},
+                "longer-robust0.9-pool75-answer32": {
+                    "config": {**reachable, "pool_size": 75},
+                    "arguments": longer,
+                    **short,
+                },
+            }.items()
+        ),
     ]
 
 

@@ -32,7 +32,7 @@ def _train(job: Job, place: Workplace) -> dict[str, Any]:
     model, log = train(
         load_base(place.model, place.device),
         place.tokenizer,
-        {name: examples[name] for name in job.sets},
+        {name: [example.cut(job.answer_tokens) for example in examples[name]] for name in job.sets},
         place.output / "trainer" / job.name,
         config=config,
         arguments=arguments,

@@ -1,12 +1,14 @@
-"""The whole product in one run: train routers on SmolLM2-135M, save them, load them again, generate and measure.
+"""The whole product in one run, on SmolLM2-135M: what the shipped adapter routes, then a training of your own.
 
     python recipes/demo.py                     # minutes on a CPU: shows the loop; on a GPU: trains an adapter
     python recipes/demo.py --steps 40 --force  # longer, from scratch
 
-Writes `out/demo/{adapter/,routing.png,metrics.json}`. What is already there is not made again.
+Writes `out/demo/shipped/{routing.png,routing.json}` and `out/demo/own/{adapter/,routing.png,metrics.json}`. What is
+already there is not made again.
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import time
@@ -18,8 +20,9 @@ import datasets
 import torch
 import transformers
 from demo_data import TASKS, ExampleBuilder, Split, build_examples
-from demo_evaluation import evaluate, generate
+from demo_evaluation import evaluate, generate, print_answer
 from demo_model import model_directory
+from demo_shipped import show_shipped
 from demo_training import CPU, GPU, Profile, load_base, train
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -27,10 +30,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from elastic_peft import report
 
 
+SHIPPED = Path(__file__).parents[1] / "hub_cards" / "smollm2-135m-fa-ssa"
 ANSWER_TOKENS = 32
+FIRST_PART = """
+1 of 2. A trained adapter: {adapter}
+Three prompts over text that is new to it, worded like those of its training. One of a kind shows that the routing
+follows the input; it is no measurement."""
+SECOND_PART = """
+2 of 2. An adapter of your own: train, save, load, use, measure."""
 NOT_TRAINED = """\
-This was a demonstration on a CPU, not a trained adapter: {steps} steps of {batch_size} short examples show that
-routers learn, save, load and generate. They do not show what a trained adapter reaches: run this on a GPU for that."""
+Your own adapter shows the loop, it is not trained: {steps} steps of {batch_size} short examples are what a CPU does in
+minutes. Run this on a GPU to train it."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,13 +50,25 @@ def main(arguments: list[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    profile = _profile(args)
     folder: Path = args.output_dir / "demo"
     model_path = Path(args.model) if args.model else model_directory(args.output_dir / "models")
-    _start_over_if_changed(folder, {"model": str(model_path), "device": args.device, **asdict(profile)}, args.force)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    training_rows, evaluation_rows = _examples(folder / "data.json", tokenizer, profile)
+    base = {"model": str(model_path), "device": args.device}
 
+    print(FIRST_PART.format(adapter=args.adapter))
+    digest = hashlib.sha256((args.adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+    _start_over_if_changed(folder / "shipped", {**base, "adapter": digest}, args.force)
+    show_shipped(model_path, args.device, args.adapter, tokenizer, folder / "shipped")
+
+    print(SECOND_PART)
+    profile = _profile(args)
+    _start_over_if_changed(folder / "own", {**base, **asdict(profile)}, args.force)
+    _own(model_path, args.device, tokenizer, profile, folder / "own")
+
+
+def _own(model_path: Path, device: str, tokenizer: PreTrainedTokenizerBase, profile: Profile, folder: Path) -> None:
+    """Trains an adapter, loads it again, generates and measures."""
+    training_rows, evaluation_rows = _examples(folder / "data.json", tokenizer, profile)
     adapter, log = folder / "adapter", folder / "training.json"
     if adapter.exists():
         print(f"Training: {adapter} is there, skipped.")
@@ -55,23 +77,19 @@ def main(arguments: list[str] | None = None) -> None:
             f"Training: {profile.steps} steps of {profile.batch_size} examples, at most {profile.length} tokens each."
         )
         started = time.perf_counter()
-        lines = train(load_base(model_path, args.device), tokenizer, training_rows, profile, adapter)
+        lines = train(load_base(model_path, device), tokenizer, training_rows, profile, adapter)
         log.write_text(json.dumps({"seconds": time.perf_counter() - started, "log": lines}))
 
-    model = PeftModel.from_pretrained(load_base(model_path, args.device), adapter).eval()
+    model = PeftModel.from_pretrained(load_base(model_path, device), adapter).eval()
     print(f"Loaded {adapter} onto a fresh base model.")
     examples = {row["task"]: row for row in reversed(evaluation_rows)}
-    answers = [generate(model, tokenizer, examples[task], ANSWER_TOKENS) for task in ("single_qa", "code")]
+    answers = [generate(model, tokenizer, examples[task], ANSWER_TOKENS)[0] for task in ("single_qa", "code")]
     for answer in answers:
-        print(
-            "\n{task}, MSR {MSR:.2f}\n  ... {prompt}\n  expected:  {expected}\n  generated: {generated}\n".format(
-                **answer
-            )
-        )
+        print_answer(answer)
 
     metrics_file, picture = folder / "metrics.json", folder / "routing.png"
     if metrics_file.exists():
-        print(f"Evaluation: {metrics_file} is there, skipped.")
+        print(f"\nEvaluation: {metrics_file} is there, skipped.")
         metrics = json.loads(metrics_file.read_text())
     else:
         started = time.perf_counter()
@@ -79,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         report.routing_png(decisions, picture, title="How often each head ran sparse")
         metrics = {
             "profile": asdict(profile),
-            "device": torch.cuda.get_device_name(args.device) if args.device != "cpu" else "cpu",
+            "device": torch.cuda.get_device_name(device) if device != "cpu" else "cpu",
             "tasks": table,
             "answers": answers,
             "training": json.loads(log.read_text()),
@@ -88,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         metrics_file.write_text(json.dumps(metrics, indent=1))
     print(f"\n{report.routing_table(metrics['tasks'])}\n")
     print(f"Written: {adapter}, {picture}, {metrics_file}")
-    if args.device == "cpu":
+    if device == "cpu":
         print(NOT_TRAINED.format(**asdict(profile)))
 
 
@@ -99,9 +117,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{field.replace('_', '-')}", type=int, help=shown)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", help="directory of another backbone; default SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--adapter", type=Path, default=SHIPPED, help="directory of a trained adapter for it; default the shipped one"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("out"))
     parser.add_argument("--force", action="store_true", help="make everything but the model again")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if not (args.adapter / "adapter_model.safetensors").exists():
+        parser.error(f"--adapter must be a directory with an adapter_model.safetensors, got {args.adapter}")
+    return args
 
 
 def _profile(args: argparse.Namespace) -> Profile:

@@ -7,7 +7,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from elastic_peft import forced_routing, last_routing
+from elastic_peft import RoutingRecord, forced_routing, last_routing
+
+
+SHOWN_CHARACTERS = 120
 
 
 @torch.inference_mode()
@@ -42,32 +45,54 @@ def evaluate(
 
 
 @torch.inference_mode()
-def generate(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, row: dict, max_new_tokens: int) -> dict:
+def generate(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, row: dict, max_new_tokens: int
+) -> tuple[dict, RoutingRecord]:
     """Greedy answer to one example's prompt.
 
     Args:
         model: with an ELASTIC adapter, in evaluation mode.
         tokenizer: its tokenizer.
-        row: `prompt`, `completion` and `task`.
+        row: `prompt`, whose last message may be the assistant's and is then continued; `task`; `completion` where the
+            true answer is known.
         max_new_tokens: tokens at most.
 
     Returns:
-        The task, the prompt's last lines, the true and the generated answer, and the prompt's MSR.
+        The task, the prompt's end, the true answer or `None`, the generated one and the prompt's MSR; and what was
+        routed.
     """
+    begun = row["prompt"][-1]["role"] == "assistant"
     inputs = tokenizer.apply_chat_template(
-        row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        row["prompt"],
+        add_generation_prompt=not begun,
+        continue_final_message=begun,
+        return_tensors="pt",
+        return_dict=True,
     ).to(model.device)
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     record = last_routing(model)
     assert record is not None
-    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return {
+    answer = {
         "task": row["task"],
-        "prompt": "\n".join(row["prompt"][0]["content"].splitlines()[-3:]),
-        "expected": row["completion"][0]["content"],
-        "generated": answer,
+        "prompt": row["prompt"][-1]["content"][-SHOWN_CHARACTERS:].strip(),
+        "expected": row["completion"][0]["content"].strip() if "completion" in row else None,
+        "generated": tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip(),
         "MSR": record.msr.item(),
     }
+    return answer, record
+
+
+def print_answer(answer: dict) -> None:
+    """One generated answer, under the end of its prompt.
+
+    Args:
+        answer: as `generate` returns it.
+    """
+    lines = {"prompt ends": answer["prompt"], "expected": answer["expected"], "generated": answer["generated"]}
+    print(f"\n{answer['task']}, MSR {answer['MSR']:.2f}")
+    for name, text in lines.items():
+        if text is not None:
+            print(f"  {name + ':':<13}" + text.replace("\n", "\n" + " " * 15))
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, row: dict, device: torch.device) -> tuple[torch.Tensor, int]:

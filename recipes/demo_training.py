@@ -37,15 +37,15 @@ class Profile:
 
 # Minutes on two cores: enough to see the loop at work, far from enough to train it.
 CPU = Profile(
-    steps=15,
-    length=512,
+    steps=6,
+    length=384,
     batch_size=3,
     sink_size=16,
     window_size=64,
     examples=45,
-    evaluation_examples=4,
-    calibration_examples=10,
-    logging_steps=3,
+    evaluation_examples=1,
+    calibration_examples=5,
+    logging_steps=2,
     router_learning_rate=1e-2,
     multiplier_learning_rate=1e-1,
 )

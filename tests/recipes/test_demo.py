@@ -1,6 +1,7 @@
 """The demo from end to end on a tiny random model, and where its real model comes from."""
 
 import json
+import shutil
 import subprocess
 from contextlib import redirect_stdout
 from io import StringIO
@@ -12,11 +13,14 @@ import pytest
 import torch
 from demo_data import TASKS
 from demo_evaluation import evaluate
+from demo_shipped import NUMBER
 from huggingface_hub.errors import LocalEntryNotFoundError
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from recipes.tiny_llama import save_tiny_llama
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from elastic_peft import ElasticConfig
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +31,27 @@ def tiny_model(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model, tmp_path_factory):
+def tiny_adapter(tiny_model, tmp_path_factory):
+    """Stands in for the shipped adapter."""
+    directory = tmp_path_factory.mktemp("adapter")
+    config = ElasticConfig(sink_size=16, window_size=64, standardize_input=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def command(tiny_model, tiny_adapter):
+    return ["--model", str(tiny_model), "--adapter", str(tiny_adapter), "--device", "cpu", "--steps", "6"]
+
+
+@pytest.fixture(scope="module")
+def run(command, tmp_path_factory):
     """Runs the demo, always in the same output directory; returns what it wrote and what it printed."""
     output = tmp_path_factory.mktemp("out")
-    sizes = ["--steps", "6", "--batch-size", "3", "--length", "512"]
 
     def run():
         with redirect_stdout(StringIO()) as printed:
-            demo.main(["--model", str(tiny_model), "--device", "cpu", "--output-dir", str(output), *sizes])
+            demo.main([*command, "--batch-size", "3", "--length", "512", "--output-dir", str(output)])
         return output / "demo", printed.getvalue()
 
     return run
@@ -47,7 +64,31 @@ def first_run(run):
 
 @pytest.fixture(scope="module")
 def written(first_run):
-    return first_run[0]
+    return first_run[0] / "own"
+
+
+@pytest.fixture(scope="module")
+def shipped(first_run):
+    return json.loads((first_run[0] / "shipped" / "routing.json").read_text())
+
+
+def test_trained_adapter_routes_a_question_a_summary_and_code(shipped):
+    assert [row["task"] for row in shipped["routing"]] == ["single_qa", "summarization", "code"]
+    assert [answer["task"] for answer in shipped["answers"]] == ["single_qa", "summarization", "code"]
+
+
+def test_prompts_of_the_trained_adapter_have_2k_to_4k_tokens(shipped):
+    assert all(2048 <= row["tokens"] <= 4096 for row in shipped["routing"])
+
+
+def test_answer_known_beforehand_is_printed(first_run):
+    assert f"expected:    {NUMBER}" in first_run[1]
+
+
+def test_trained_adapter_comes_before_the_training(first_run):
+    parts = ("1 of 2. A trained adapter", "2 of 2. An adapter of your own", "lm_loss")
+    places = [first_run[1].index(part) for part in parts]
+    assert places == sorted(places)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +112,8 @@ def test_sparse_attention_changes_the_likelihood(metrics):
     assert all(row["NLL full"] != row["NLL all sparse"] for row in metrics["tasks"])
 
 
-def test_every_third_step_is_logged_with_its_tasks(metrics):
-    assert [line["step"] for line in metrics["training"]["log"]] == [3, 6]
+def test_every_second_step_is_logged_with_its_tasks(metrics):
+    assert [line["step"] for line in metrics["training"]["log"]] == [2, 4, 6]
     assert all({f"msr/{task}" for task in TASKS} <= set(line) for line in metrics["training"]["log"])
 
 
@@ -80,25 +121,32 @@ def test_answers_come_from_one_question_and_one_code_prompt(metrics):
     assert [answer["task"] for answer in metrics["answers"]] == ["single_qa", "code"]
 
 
-def test_picture_is_a_png(written):
-    assert (written / "routing.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("part", ["shipped", "own"])
+def test_picture_is_a_png(first_run, part):
+    assert (first_run[0] / part / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_metrics_are_printed_one_short_line_at_a_time(first_run):
     lines = [line for line in first_run[1].splitlines() if "lm_loss" in line]
-    assert [line.split()[:2] for line in lines] == [["step", "3"], ["step", "6"]]
+    assert [line.split()[:2] for line in lines] == [["step", "2"], ["step", "4"], ["step", "6"]]
 
 
-def test_cpu_run_is_called_a_demonstration(first_run):
-    assert "not a trained adapter" in first_run[1]
+def test_adapter_of_a_cpu_run_is_not_called_trained(first_run):
+    assert "it is not trained" in first_run[1]
 
 
-def test_second_run_skips_what_is_there(run, written):
-    before = {path: path.stat().st_mtime_ns for path in written.rglob("*")}
+def test_second_run_skips_what_is_there(run, first_run):
+    folder, _ = first_run
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     _, printed = run()
-    assert {path: path.stat().st_mtime_ns for path in written.rglob("*")} == before
-    for part, name in (("Examples", "data.json"), ("Training", "adapter"), ("Evaluation", "metrics.json")):
-        assert f"{part}: {written / name} is there, skipped." in printed
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    for part, name in (
+        ("Prompts", "shipped/routing.json"),
+        ("Examples", "own/data.json"),
+        ("Training", "own/adapter"),
+        ("Evaluation", "own/metrics.json"),
+    ):
+        assert f"{part}: {folder / name} is there, skipped." in printed
 
 
 def test_other_settings_start_over(tiny_model, tmp_path):
@@ -109,6 +157,32 @@ def test_other_settings_start_over(tiny_model, tmp_path):
     assert (folder / "adapter").exists()
     demo._start_over_if_changed(folder, {"steps": 3}, force=False)
     assert not (folder / "adapter").exists()
+
+
+def test_another_trained_adapter_leaves_the_own_one_alone(command, tiny_adapter, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "show_shipped", lambda *args: None)
+    monkeypatch.setattr(demo, "_own", lambda *args: None)
+    adapter = tmp_path / "adapter"
+    shutil.copytree(tiny_adapter, adapter)
+    command = [*command, "--adapter", str(adapter), "--output-dir", str(tmp_path)]
+    demo.main(command)
+    of_shipped, of_own = (tmp_path / "demo" / part / "routing.png" for part in ("shipped", "own"))
+    for picture in (of_shipped, of_own):
+        picture.write_bytes(b"")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, adapter / "adapter_model.safetensors")
+    demo.main(command)
+    assert not of_shipped.exists()
+    assert of_own.exists()
+
+
+def test_adapter_that_is_not_there_is_refused_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "model_directory", lambda root: pytest.fail("fetched the model"))
+    with pytest.raises(SystemExit):
+        demo.main(["--adapter", str(tmp_path)])
+    assert (
+        f"--adapter must be a directory with an adapter_model.safetensors, got {tmp_path}" in capsys.readouterr().err
+    )
 
 
 def test_evaluation_averages_over_the_examples_of_a_task(written, tiny_model, tokenizer, metrics):

@@ -3,8 +3,8 @@
     cd recipes
     python -m reproduction.collect --output ../out/reproduction --commit COMMIT
 
-Writes `{output}/{pair}/results.json`, where it leaves `ruler` as it is, and `{output}/static_masks.json` for
-`recipes/evaluate.py --static`; prints the tables. What no job has measured yet is left out.
+Writes `{output}/{pair}/results.json`, where it leaves `ruler` as it is, `{output}/static_masks.json` for
+`recipes/evaluate.py --static`, and the tables, `{output}/tables.md`. What no job has measured yet is left out.
 """
 
 import argparse
@@ -15,22 +15,26 @@ from statistics import mean, stdev
 from typing import Any
 
 from reproduction.examples import TASKS
+from reproduction.findings import bars, generalisation
 from reproduction.results import Results, read_all
-from reproduction.tables import column, conditions, seeds_of, summaries
+from reproduction.tables import (
+    WAYS,
+    column,
+    conditions,
+    full_attention,
+    margins,
+    seeds_of,
+    static_tables,
+    summaries,
+    trade,
+    trainings,
+)
 
 from elastic_peft.report import routing_table
 
 
 PAIRS = ("fa-ssa", "fa-xa", "xa-ssa")
 COMMAND = "python -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output out"
-#: Ways of running a set beside `routed`: the result that measured them, and the name of its masks.
-WAYS = {
-    "static_random": ("masks-random", "random"),
-    "static_retrieval": ("masks-retrieval", "retrieval"),
-    "static_loss": ("masks-loss", "loss"),
-    "static_learned": ("masks-learned", "learned"),
-    "static_category": ("masks-category", "category"),
-}
 #: The masks that one choice of heads makes for every set.
 ONE_MASK = {
     "static_random": "random0",
@@ -47,26 +51,37 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="commit that the results come from")
     args = parser.parse_args(arguments)
     results = read_all(args.output)
-    for pair in PAIRS:
-        seeds = seeds_of(results, pair)
-        if not seeds:
-            continue
+    for pair in trained_pairs(results):
         record = pair_results(results, pair, args.commit)
         file = args.output / pair / "results.json"
         file.parent.mkdir(exist_ok=True)
         if file.exists():  # recipes/evaluate.py adds these
             record["ruler"] = json.loads(file.read_text(encoding="utf-8"))["ruler"]
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"{pair}, seeds {', '.join(map(str, seeds))}: NLL\n{routing_table(_flat(record['tasks']))}\n")
     (args.output / "static_masks.json").write_text(json.dumps(static_masks(results)), encoding="utf-8")
-    tables = {
-        "One line a training": summaries(results),
-        "NLL of static masks above routing": margins(results),
-        **conditions(results),
-    }
-    for title, rows in tables.items():
-        if rows:
-            print(f"{title}\n{routing_table(rows)}\n")
+    tables = {title: routing_table(rows) for title, rows in all_tables(results).items()}
+    text = "\n".join(f"## {title}\n\n```\n{table}\n```\n" for title, table in tables.items())
+    (args.output / "tables.md").write_text(f"# Tables of the reproduction\n\n{text}", encoding="utf-8")
+    for title, table in tables.items():
+        print(f"{title}\n{table}\n")
+
+
+def trained_pairs(results: Results) -> list[str]:
+    """The mode pairs with at least one trained adapter."""
+    return [pair for pair in PAIRS if seeds_of(results, pair)]
+
+
+def all_tables(results: Results) -> dict[str, list[dict[str, Any]]]:
+    """Every table there is, by title."""
+    tables = {"What FA-SSA is asked": bars(results)}
+    for pair in trained_pairs(results):
+        seeds = ", ".join(map(str, seeds_of(results, pair)))
+        tables[f"{pair.upper()}, seeds {seeds}: NLL"] = _nll_rows(set_rows(results, pair))
+    tables["Does routing follow the task?"] = generalisation(results)
+    tables["NLL of static masks above routing"] = margins(results)
+    tables["Ablations"] = _means(ablations(results))
+    tables["Every training"] = summaries(results)
+    return {title: rows for title, rows in (tables | conditions(results)).items() if rows}
 
 
 def static_masks(results: Results) -> dict[str, list[list[int]]]:
@@ -75,72 +90,74 @@ def static_masks(results: Results) -> dict[str, list[list[int]]]:
     return {way: results[name]["masks"][mask]["mask"] for way, name, mask in chosen if name in results}
 
 
-def margins(results: Results) -> list[dict[str, Any]]:
-    """A row for each way of choosing masks: by how much its NLL on each set is above routing's, means over seeds."""
-    routed = [results[f"fa-ssa-seed{seed}"] for seed in seeds_of(results, "fa-ssa")]
-    rows = []
-    for way, (name, masks) in WAYS.items():
-        tables = _tables(results, name, masks)
-        if tables and routed:
-            margin = {key: mean(column(tables, key, "nll")) - mean(column(routed, key, "nll")) for key in TASKS}
-            rows.append({"masks": way, **margin})
-    return rows
-
-
 def pair_results(results: Results, pair: str, commit: str | None) -> dict[str, Any]:
     """A mode pair's `results.json`: means over its seeds with the spread; static masks beside FA-SSA alone."""
-    seeds = seeds_of(results, pair)
-    routed = [results[f"{pair}-seed{seed}"] for seed in seeds]
-    ways = {"full": _tables(results, "bounds", "full")}
-    ways["all_sparse"] = _tables(results, "bounds" if pair == "fa-ssa" else f"bounds-{pair}", "all_sparse")
-    ways["routed"] = routed
-    if pair == "fa-ssa":
-        ways |= {way: _tables(results, name, masks) for way, (name, masks) in WAYS.items()}
-    targets = routed[0]["targets"]
-    tasks = []
-    for name, task in TASKS.items():
-        row: dict[str, Any] = {"task": task, "set": name, "t": targets[task]}
-        row |= {ratio: _figure(column(routed, name, ratio)) for ratio in ("msr", "esr", "esr_last_layer")}
-        for metric in ("nll", "accuracy"):
-            columns = {way: column(tables, name, metric) for way, tables in ways.items()}
-            row[metric] = {way: _figure(values) for way, values in columns.items() if values}
-        tasks.append(row)
-    return {
+    routed = trainings(results, pair)
+    record = {
         "hardware": routed[0]["hardware"],
         "versions": routed[0]["versions"],
         "commit": commit,
         "command": COMMAND,
-        "seeds": seeds,
+        "seeds": seeds_of(results, pair),
         "examples": routed[0]["tasks"][0]["n"],
-        "tasks": tasks,
-        "ablations": [row for row in summaries(results) if row["training"].startswith("ablation-")]
-        if pair == "fa-ssa"
-        else [],
+        "tasks": set_rows(results, pair),
+        "ablations": ablations(results) if pair == "fa-ssa" else [],
         "ruler": [],
     }
+    return record | ({"bars": bars(results), "generalisation": generalisation(results)} if pair == "fa-ssa" else {})
 
 
-def _tables(results: Results, name: str, masks: str) -> list[dict[str, Any]]:
-    """The tables of a result's masks whose names begin with `masks`."""
-    entries = results[name]["masks"] if name in results else {}
-    return [table for mask, table in entries.items() if mask.startswith(masks)]
+def set_rows(results: Results, pair: str) -> list[dict[str, Any]]:
+    """A row for each set: MSR, ESR, and NLL and accuracy of each way of running."""
+    routed = trainings(results, pair)
+    bounds = "bounds" if pair == "fa-ssa" else f"bounds-{pair}"
+    ways = {
+        "full": static_tables(results, "bounds", "full"),
+        "all_retrieval": static_tables(results, bounds, "all_retrieval"),
+        "all_sparse": static_tables(results, bounds, "all_sparse"),
+        "routed": routed,
+    }
+    if pair == "fa-ssa":
+        ways |= {way: static_tables(results, name, masks) for way, (name, masks) in WAYS.items()}
+    rows = []
+    for name, task in TASKS.items():
+        row: dict[str, Any] = {"task": task, "set": name, "t": routed[0]["targets"][task]}
+        row |= {ratio: _figure(column(routed, name, ratio)) for ratio in ("msr", "esr", "esr_last_layer")}
+        for metric in ("nll", "accuracy"):
+            columns = {way: column(tables, name, metric) for way, tables in ways.items()}
+            row[metric] = {way: _figure(values) for way, values in columns.items() if values}
+        rows.append(row)
+    return rows
+
+
+def ablations(results: Results) -> list[dict[str, Any]]:
+    """A row for each change to the recipe, after one of the recipe itself, mean over its seeds with the spread."""
+    if "bounds" not in results:
+        return []
+    changed = {name: run for name, run in results.items() if name.startswith("ablation-")}
+    full = full_attention(results)
+    recipe = [trade(run, full) for run in trainings(results, "fa-ssa")]
+    rows = (
+        [{"changed": "nothing", **{key: _figure([row[key] for row in recipe]) for key in recipe[0]}}] if recipe else []
+    )
+    return rows + [{"changed": name.removeprefix("ablation-"), **trade(run, full)} for name, run in changed.items()]
 
 
 def _figure(values: Sequence[float]) -> float | dict[str, float]:
     return {"mean": mean(values), "std": stdev(values)} if len(values) > 1 else values[0]
 
 
-def _flat(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for a terminal: means, and the NLL of each way."""
+def _means(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without their spread."""
 
     def plain(value: Any) -> Any:
         return value["mean"] if isinstance(value, Mapping) else value
 
-    return [
-        {"set": row["set"], "MSR": plain(row["msr"]), "ESR": plain(row["esr"])}
-        | {way: plain(value) for way, value in row["nll"].items()}
-        for row in tasks
-    ]
+    return [{key: plain(value) for key, value in row.items()} for row in rows]
+
+
+def _nll_rows(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return _means({"set": row["set"], "MSR": row["msr"], "ESR": row["esr"], **row["nll"]} for row in tasks)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,22 @@
-"""Pictures of what the jobs measured, one PNG a question and all in one page.
+"""Pictures of what the jobs measured, one PNG a question, and a page with all of them and the tables.
 
     cd recipes
     python -m reproduction.pictures --output ../out/reproduction
 
-Writes `{output}/pictures/*.png` and `{output}/pictures.html`, which needs no other file. A picture whose jobs have not
-run yet is left out.
+Writes `{output}/pictures/*.png` and `{output}/reproduction.html`, which needs no other file. A picture whose jobs have
+not run yet is left out.
 """
 
 import argparse
-import base64
 import html
 import inspect
 from pathlib import Path
 
 from reproduction.charts import CHARTS
+from reproduction.collect import all_tables
 from reproduction.results import read_all
 
-
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>Reproduction on SmolLM2-135M-Instruct</title>
-<style>
-:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
-body {{ max-width: 72rem; margin: 2rem auto; padding: 0 1rem }}
-figure {{ margin: 2rem 0 }}
-img {{ max-width: 100%; background: white; border-radius: 4px }}
-</style>
-<h1>Reproduction on SmolLM2-135M-Instruct</h1>
-{figures}
-</html>
-"""
-FIGURE = """\
-<figure>
-<img alt="{caption}" src="data:image/png;base64,{picture}">
-<figcaption>{caption}</figcaption>
-</figure>"""
+from elastic_peft.report import html_page, html_picture, html_table
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,16 +27,19 @@ def main(arguments: list[str] | None = None) -> None:
     results = read_all(args.output)
     folder = args.output / "pictures"
     folder.mkdir(exist_ok=True)
-    figures = []
+    parts = []
     for name, (needs, draw) in CHARTS.items():
         if not all(need in results for need in needs):
             continue
         file = folder / f"{name}.png"
         draw(results).savefig(file, dpi=150)
-        caption = html.escape(inspect.getdoc(draw) or name)
-        figures.append(FIGURE.format(caption=caption, picture=base64.b64encode(file.read_bytes()).decode("ascii")))
+        parts.append(html_picture(file.read_bytes(), inspect.getdoc(draw) or name))
         print(file)
-    (args.output / "pictures.html").write_text(PAGE.format(figures="\n".join(figures)), encoding="utf-8")
+    for title, rows in all_tables(results).items():
+        parts.append(f"<h2>{html.escape(title)}</h2>\n{html_table(rows)}")
+    page = args.output / "reproduction.html"
+    page.write_text(html_page("Reproduction on SmolLM2-135M-Instruct", parts), encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":

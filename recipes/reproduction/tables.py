@@ -9,31 +9,86 @@ from reproduction.jobs import SEEDS
 from reproduction.results import Results, mean_msr
 
 
+#: Ways of running a set beside `routed`: the result that measured them, and the name of its masks.
+WAYS = {
+    "static_random": ("masks-random", "random"),
+    "static_retrieval": ("masks-retrieval", "retrieval"),
+    "static_loss": ("masks-loss", "loss"),
+    "static_learned": ("masks-learned", "learned"),
+    "static_category": ("masks-category", "category"),
+}
+
+
 def seeds_of(results: Results, pair: str) -> list[int]:
     """Seeds with which a mode pair's adapter has been trained."""
     return [seed for seed in SEEDS if f"{pair}-seed{seed}" in results]
 
 
+def trainings(results: Results, pair: str) -> list[dict[str, Any]]:
+    """The results of a mode pair's adapter, one a seed."""
+    return [results[f"{pair}-seed{seed}"] for seed in seeds_of(results, pair)]
+
+
+def full_attention(results: Results) -> dict[str, Any]:
+    """The table of full attention."""
+    return results["bounds"]["masks"]["full"]
+
+
+def static_tables(results: Results, name: str, masks: str) -> list[dict[str, Any]]:
+    """The tables of a result's masks whose names begin with `masks`, none if it is not there."""
+    entries = results[name]["masks"] if name in results else {}
+    return [table for mask, table in entries.items() if mask.startswith(masks)]
+
+
+def row_of(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A set's row of a table."""
+    return next(row for row in table["tasks"] if row["set"] == name)
+
+
+def column(tables: Iterable[Mapping[str, Any]], name: str, metric: str) -> list[float]:
+    """One figure of a set from each table that holds the set."""
+    return [row[metric] for table in tables for row in table["tasks"] if row["set"] == name]
+
+
+def rise(table: Mapping[str, Any], full: Mapping[str, Any], name: str) -> float:
+    """By how much a set's NLL is above full attention's."""
+    return row_of(table, name)["nll"] - row_of(full, name)["nll"]
+
+
+def trade(table: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, float]:
+    """A routed training in short: MSR of both kinds of sets, and the worst rise of NLL over full attention of each."""
+    sensitive, robust = mean_msr(table, SENSITIVE), mean_msr(table, ROBUST)
+    return {
+        "MSR sensitive": sensitive,
+        "MSR robust": robust,
+        "apart": robust - sensitive,
+        "worst sensitive": max(rise(table, full, name) for name in SENSITIVE),
+        "worst robust": max(rise(table, full, name) for name in ROBUST),
+        "mean rise": mean(rise(table, full, name) for name in TASKS),
+    }
+
+
 def summaries(results: Results) -> list[dict[str, Any]]:
-    """A line for each routed training: sparsity of both categories, and the worst rise of NLL over full attention."""
+    """A line for each routed training."""
+    if "bounds" not in results:
+        return []
+    routed = {
+        name: result
+        for name, result in results.items()
+        if result["job"]["kind"] == "train" and not result["job"]["is_blind"]
+    }
+    return [{"training": name, **trade(result, full_attention(results))} for name, result in routed.items()]
+
+
+def margins(results: Results) -> list[dict[str, Any]]:
+    """A row for each way of choosing masks: by how much its NLL on each set is above routing's, means over seeds."""
+    routed = trainings(results, "fa-ssa")
     rows = []
-    for name, result in results.items():
-        job = result["job"]
-        if job["kind"] != "train" or job["is_blind"] or "bounds" not in results:
-            continue
-        full = results["bounds"]["masks"]["full"]
-        sensitive, robust = mean_msr(result, SENSITIVE), mean_msr(result, ROBUST)
-        rows.append(
-            {
-                "training": name,
-                "MSR sensitive": sensitive,
-                "MSR robust": robust,
-                "apart": robust - sensitive,
-                "worst sensitive": max(_rises(result, full, SENSITIVE)),
-                "worst robust": max(_rises(result, full, ROBUST)),
-                "mean rise": mean(_rises(result, full, tuple(TASKS))),
-            }
-        )
+    for way, (name, masks) in WAYS.items():
+        tables = static_tables(results, name, masks)
+        if tables and routed:
+            margin = {key: mean(column(tables, key, "nll")) - mean(column(routed, key, "nll")) for key in TASKS}
+            rows.append({"masks": way, **margin})
     return rows
 
 
@@ -52,21 +107,7 @@ def conditions(results: Results) -> dict[str, list[dict[str, Any]]]:
             tables[title] = _side_by_side({way: result[way] for way in ("together", "alone")}, ("msr", "nll"))
         if "sampled" in result:
             tables[f"{name}: sampled decisions"] = _side_by_side({"sampled": result["sampled"]}, ("msr", "nll"))
-        if "unseen" in result:
-            tables[f"{name}: instructions never trained on"] = _side_by_side(result["unseen"])
-    left_out = [_left_out(results, name) for name in TASKS if f"without-{name}" in results and "bounds" in results]
-    return {**tables, "Each set when it was left out of training": left_out} if left_out else tables
-
-
-def _left_out(results: Results, name: str) -> dict[str, Any]:
-    columns = {
-        "left out": [results[f"without-{name}"]],
-        "trained on": [results[f"fa-ssa-seed{seed}"] for seed in seeds_of(results, "fa-ssa")],
-    }
-    row: dict[str, Any] = {"set": name}
-    for way, tables in columns.items():
-        row |= {f"{metric} {way}": mean(column(tables, name, metric)) for metric in ("msr", "nll") if tables}
-    return {**row, "nll full": column([results["bounds"]["masks"]["full"]], name, "nll")[0]}
+    return tables
 
 
 def _side_by_side(ways: Mapping[str, Any], metrics: Sequence[str] = ("nll",)) -> list[dict[str, Any]]:
@@ -76,20 +117,6 @@ def _side_by_side(ways: Mapping[str, Any], metrics: Sequence[str] = ("nll",)) ->
         name = entry["set"]
         row = {"set": name, "n": entry["n"]}
         if "routed" in ways:
-            row["MSR"] = column([ways["routed"]], name, "msr")[0]
-        rows.append(row | {f"{m} {way}": column([table], name, m)[0] for way, table in ways.items() for m in metrics})
+            row["MSR"] = row_of(ways["routed"], name)["msr"]
+        rows.append(row | {f"{m} {way}": row_of(table, name)[m] for way, table in ways.items() for m in metrics})
     return rows
-
-
-def rise(row: Mapping[str, Any], full: Mapping[str, Any]) -> float:
-    """By how much a set's NLL is above full attention's."""
-    return row["nll"] - column([full], row["set"], "nll")[0]
-
-
-def _rises(result: Mapping[str, Any], full: Mapping[str, Any], sets: Sequence[str]) -> list[float]:
-    return [rise(row, full) for row in result["tasks"] if row["set"] in sets]
-
-
-def column(tables: Iterable[Mapping[str, Any]], name: str, metric: str) -> list[float]:
-    """One figure of a set from each table that holds the set."""
-    return [row[metric] for table in tables for row in table["tasks"] if row["set"] == name]

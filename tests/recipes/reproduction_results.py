@@ -6,6 +6,7 @@ from dataclasses import asdict
 from reproduction.examples import SENSITIVE, TASKS
 from reproduction.jobs import all_jobs
 from reproduction.masks import CATEGORIES, CURVE
+from reproduction.results import write_result
 
 
 LAYERS, HEADS = 30, 3
@@ -94,3 +95,9 @@ def conditions(job):
 
 def all_results():
     return {job.name: result(job) for job in all_jobs()}
+
+
+def write_all(output, results):
+    (output / "jobs").mkdir()
+    for name, of_job in results.items():
+        write_result(output, name, of_job)

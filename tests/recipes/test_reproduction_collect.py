@@ -1,12 +1,12 @@
 """What the jobs measured, gathered: `results.json` as cards read it, tables, pictures."""
 
 import json
+import re
 from statistics import stdev
 
 import pytest
-from recipes.reproduction_results import FULL, LAYERS, all_results
-from reproduction import collect, pictures, tables
-from reproduction.charts import CHARTS
+from recipes.reproduction_results import FULL, LAYERS, all_results, write_all
+from reproduction import collect, tables
 from reproduction.examples import TASKS
 from reproduction.jobs import REFERENCE
 from reproduction.results import write_result
@@ -39,7 +39,7 @@ def test_every_way_of_running_has_its_figure(results):
 
 
 def test_other_pairs_are_compared_with_full_attention_and_their_own_sparse_mode(results):
-    row = row_of(collect.pair_results(results, "xa-ssa", None), "sqa_pkg")
+    row = row_of(collect.pair_results(results, "fa-xa", None), "sqa_pkg")
     assert list(row["nll"]) == ["full", "all_sparse", "routed"]
 
 
@@ -61,8 +61,15 @@ def test_static_gates_are_no_routed_training(results):
 
 def test_every_condition_has_a_table(results):
     titles = " ".join(tables.conditions(results))
-    for word in ("1024 tokens", "sparsity_bias", "mixed batches", "sampled", "never trained on", "left out"):
+    for word in ("1024 tokens", "sparsity_bias", "mixed batches", "sampled"):
         assert word in titles
+
+
+def test_every_ablation_follows_the_recipe_itself(results):
+    recipe, *changed = collect.ablations(results)
+    assert recipe["changed"] == "nothing"
+    assert recipe["apart"] == {"mean": pytest.approx(0.16), "std": pytest.approx(0, abs=1e-9)}
+    assert [f"ablation-{row['changed']}" for row in changed] == [n for n in results if n.startswith("ablation-")]
 
 
 def test_a_card_takes_the_figures(results, tmp_path, make_routed):
@@ -72,24 +79,32 @@ def test_a_card_takes_the_figures(results, tmp_path, make_routed):
     card = render_card(tmp_path).content
     assert "NVIDIA H200" in card
     assert "3 training seeds" in card
-    assert "ablation-signed" in card
+    assert "| signed |" in card
+
+
+def test_a_pair_that_retrieves_with_xattention_shows_that_alone_too(results):
+    assert "all_retrieval" in row_of(collect.pair_results(results, "xa-ssa", None), "sqa_pkg")["nll"]
 
 
 @pytest.fixture
 def output(results, tmp_path):
-    (tmp_path / "jobs").mkdir()
-    for name, result in results.items():
-        write_result(tmp_path, name, result)
+    write_all(tmp_path, results)
     return tmp_path
 
 
-def test_collecting_writes_a_file_for_each_pair(output, capsys):
+def test_collecting_writes_a_file_for_each_pair(output):
     collect.main(["--output", str(output), "--commit", "abc"])
     for pair in collect.PAIRS:
         record = json.loads((output / pair / "results.json").read_text())
         assert record["commit"] == "abc"
         assert [row["set"] for row in record["tasks"]] == list(TASKS)
-    assert "One line a training" in capsys.readouterr().out
+
+
+def test_collecting_writes_every_table(results, output, capsys):
+    collect.main(["--output", str(output)])
+    written = (output / "tables.md").read_text()
+    assert re.findall("^## (.*)$", written, flags=re.MULTILINE) == list(collect.all_tables(results))
+    assert "Every training" in capsys.readouterr().out
 
 
 def test_collecting_again_leaves_the_scores_of_ruler(output):
@@ -112,23 +127,10 @@ def test_results_of_a_single_job_are_collected(results, tmp_path, capsys):
     (tmp_path / "jobs").mkdir()
     write_result(tmp_path, REFERENCE, results[REFERENCE])
     collect.main(["--output", str(tmp_path)])
-    assert "fa-ssa, seeds 0" in capsys.readouterr().out
+    assert "FA-SSA, seeds 0: NLL" in capsys.readouterr().out
 
 
 def test_margins_are_static_less_routed(results):
-    row = next(row for row in collect.margins(results) if row["masks"] == "static_learned")
+    row = next(row for row in tables.margins(results) if row["masks"] == "static_learned")
     routed = sum(2 * share**2 - 0.8 for share in (0.67, 0.68, 0.69)) / 3
     assert row["sqa_pkg"] == pytest.approx(2 * 0.75**2 - routed)
-
-
-def test_every_chart_is_drawn_and_on_the_page(output):
-    pictures.main(["--output", str(output)])
-    assert {file.stem for file in (output / "pictures").iterdir()} == set(CHARTS)
-    assert (output / "pictures.html").read_text().count("data:image/png;base64") == len(CHARTS)
-
-
-def test_charts_without_their_jobs_are_left_out(results, tmp_path):
-    (tmp_path / "jobs").mkdir()
-    write_result(tmp_path, "bounds", results["bounds"])
-    pictures.main(["--output", str(tmp_path)])
-    assert list((tmp_path / "pictures").iterdir()) == []

@@ -1,0 +1,161 @@
+"""Pictures of what sparsity costs: routing beside static masks, other pool sizes, other trades."""
+
+import re
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from reproduction.chart_style import (
+    BLUE,
+    GREEN,
+    LABELS,
+    MSR,
+    RED,
+    RISE,
+    STYLES,
+    finish,
+    logarithmic_rise,
+    new_figure,
+)
+from reproduction.charts_speed import add_speed
+from reproduction.examples import ROBUST, SENSITIVE, TASKS
+from reproduction.findings import MAX_ROBUST, MAX_SENSITIVE, MIN_APART, MIN_MSR
+from reproduction.jobs import REFERENCE, all_jobs
+from reproduction.recipe import RECIPES, read_recipe
+from reproduction.results import Results, mean_msr
+from reproduction.tables import WAYS, full_attention, rise, row_of, static_tables, trade, trainings
+
+
+#: Job to the tokens that it pools at each end of a prompt, "all" where it pools everything.
+POOLS = {job.name: str(job.config["pool_size"] or "all") for job in all_jobs() if job.name.startswith("ablation-pool")}
+#: Ways whose ranking of heads has been measured at several shares, by its name there.
+RANKINGS = {"static_learned": "static-gates", "static_loss": "masks-loss", "static_retrieval": "masks-retrieval"}
+
+
+def dial(results: Results) -> Figure:
+    """NLL of each set against MSR: routing dialled by `sparsity_bias`, and forced static choices of heads."""
+    full, ends = full_attention(results), results["bounds"]["masks"]
+    figure = new_figure(10, 5.6)
+    axes = list(figure.subplots(2, 4, sharex=True, sharey=True).flat)
+    for ax, name in zip(axes, TASKS):
+        for way, tables in _curves(results).items():
+            label, color, marker, line = STYLES[way]
+            points = [(row_of(table, name)["msr"], rise(table, full, name)) for table in (*ends.values(), *tables)]
+            ax.plot(*zip(*sorted(points)), color=color, marker=marker, ls=line, markersize=4, label=label)
+        point = row_of(results[REFERENCE], name)["msr"], rise(results[REFERENCE], full, name)
+        ax.plot(*point, marker="o", ls="", markersize=12, mfc="none", color=BLUE, label="routed, as trained")
+        logarithmic_rise(ax, "y")
+        finish(ax, title=LABELS[name])
+    axes[-1].axis("off")
+    axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center left", fontsize="small")
+    axes[3].tick_params(labelbottom=True)
+    axes[0].set_xticks([0, 0.5, 1])
+    figure.suptitle("What each set loses as more heads run sparse", fontsize="medium")
+    figure.supxlabel(MSR, fontsize="medium")
+    figure.supylabel(RISE, fontsize="medium")
+    return figure
+
+
+def pareto(results: Results) -> Figure:
+    """Quality against speed: NLL of the QA sets against the mean MSR over all sets, routing beside static masks."""
+    full = full_attention(results)
+    figure = new_figure(9, 5.4)
+    ax = figure.subplots()
+
+    def draw(
+        tables: Sequence[Mapping[str, Any]], way: str, size: int, line: str = "", label: str | None = None
+    ) -> None:
+        points = [(mean_msr(t, tuple(TASKS)), mean(rise(t, full, name) for name in SENSITIVE)) for t in tables]
+        _, color, marker, _ = STYLES[way]
+        ax.plot(*zip(*sorted(points)), color=color, marker=marker, ls=line, markersize=size, label=label)
+
+    curves = _curves(results)
+    for way, (label, _, _, line) in STYLES.items():
+        at_the_mean = trainings(results, "fa-ssa") if way == "routed" else static_tables(results, *WAYS[way])
+        if at_the_mean:
+            draw(at_the_mean, way, 9, label=None if way in curves else label)
+        if way in curves:
+            draw(curves[way], way, 4, line, label)
+    logarithmic_rise(ax, "y")
+    ax.set_xlim(right=1)
+    ax.legend(fontsize="small")
+    finish(
+        ax, f"{MSR}, mean of all sets; large marks: as trained, and masks as sparse", f"{RISE}, mean of the QA sets"
+    )
+    add_speed(ax)
+    return figure
+
+
+def _curves(results: Results) -> dict[str, list[Mapping[str, Any]]]:
+    """Tables at several shares of sparse heads, by way of choosing them."""
+    masks = results["masks-curve"]["masks"]
+    curves = {"routed": [results[REFERENCE], *results[f"{REFERENCE}-bias"]["bias"].values()]}
+    for way, ranking in RANKINGS.items():
+        curves[way] = [table for name, table in masks.items() if name.startswith(f"{ranking} ")]
+    return curves
+
+
+def pools(results: Results) -> Figure:
+    """MSR and NLL of both kinds of sets against the pool size; of the recipe's, each training seed."""
+    runs = [(pool, results[name]) for name, pool in POOLS.items()]
+    recipe = str(read_recipe(RECIPES, "FA-SSA").config["pool_size"] or "all")
+    runs += [(recipe, run) for run in trainings(results, "fa-ssa")]
+    labels = sorted({pool for pool, _ in runs}, key=lambda pool: (pool == "all", pool.zfill(9)))
+    at = [labels.index(pool) for pool, _ in runs]
+    full = full_attention(results)
+    figure = new_figure(10, 3.8)
+    left, right = figure.subplots(1, 2)
+    for label, sets, color, marker in (("sensitive sets", SENSITIVE, BLUE, "o"), ("robust sets", ROBUST, RED, "s")):
+        shares = [mean_msr(run, sets) for _, run in runs]
+        rises = [mean(rise(run, full, name) for name in sets) for _, run in runs]
+        for ax, values in ((left, shares), (right, rises)):
+            means = [mean(value for place, value in zip(at, values) if place == each) for each in range(len(labels))]
+            ax.plot(at, values, color=color, marker=marker, ls="", label=label)
+            ax.plot(range(len(labels)), means, color=color)
+    for ax, what, title in ((left, MSR, "How sparse"), (right, RISE, "How good")):
+        ax.set_xticks(range(len(labels)), labels)
+        ax.legend(fontsize="small")
+        finish(ax, "tokens pooled at each end of the prompt", what, title)
+    return figure
+
+
+def trades(results: Results) -> Figure:
+    """Trainings with other settings than the recipe's, one mark a training; shaded: what is asked."""
+    full = full_attention(results)
+    settings: dict[str, list[dict[str, float]]] = {}
+    for name, result in results.items():
+        if name.startswith(("fa-ssa-seed", "trade-")) and "tasks" in result:
+            setting = re.sub(r"-seed\d+$", "", name).removeprefix("trade-")
+            settings.setdefault("the recipe" if setting == "fa-ssa" else setting, []).append(trade(result, full))
+    figure = new_figure(10, 8)
+    top, bottom = figure.subplots(2, 1)
+    panels = (
+        (top, "MSR sensitive", "worst sensitive", (MIN_MSR, MAX_SENSITIVE), "Sensitive sets: mean MSR"),
+        (
+            bottom,
+            "apart",
+            "worst robust",
+            (MIN_APART, MAX_ROBUST),
+            "Robust sets: mean MSR less the sensitive sets'",
+        ),
+    )
+    for ax, x, y, corner, label in panels:
+        for number, (setting, rows) in enumerate(settings.items(), 1):
+            color, size = RED if setting == "the recipe" else BLUE, 5 + 2 * len(str(number))
+            style = {"marker": f"${number}$", "markersize": size, "color": color, "label": setting, "ls": ""}
+            ax.plot([row[x] for row in rows], [row[y] for row in rows], **style)
+        _shade(ax, *corner)
+        finish(ax, label, f"{RISE},\nworst of these sets")
+    figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    return figure
+
+
+def _shade(ax: Axes, least: float, most: float) -> None:
+    """Shades where the MSR is at least `least` and the NLL at most `most`."""
+    ax.margins(0.1)
+    ax.autoscale_view()
+    right, bottom = max(ax.get_xlim()[1], least + 0.02), min(ax.get_ylim()[0], most - 0.02)
+    ax.fill_between([least, right], bottom, most, color=GREEN, alpha=0.15, linewidth=0)
+    ax.set(xlim=(min(ax.get_xlim()[0], least - 0.005), right), ylim=(bottom, max(ax.get_ylim()[1], most + 0.02)))

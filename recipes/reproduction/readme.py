@@ -1,0 +1,181 @@
+"""Writes the README's section on the reproduction, and its picture, from the results that lie with the adapters.
+
+    cd recipes
+    python -m reproduction.readme
+
+The text goes between two comments in README.md, the picture to hub_cards/reproduction.svg.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from reproduction.chart_style import (
+    BLUE,
+    LABELS,
+    MSR,
+    RISE,
+    STYLES,
+    finish,
+    logarithmic_rise,
+    new_figure,
+    offsets,
+    set_rows,
+)
+from reproduction.collect import ONE_MASK, PAIRS
+from reproduction.findings import TOLERATED
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CARDS = ROOT / "hub_cards"
+PICTURE = CARDS / "reproduction.svg"
+BEGIN, END = "<!-- made by recipes/reproduction/readme.py -->", "<!-- end of what readme.py makes -->"
+PICTURE_TEXT = "MSR of each set, and answer NLL above full attention when routed and with static choices of heads"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes section and picture; see the module's description and `--help`."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
+    records = read_records(CARDS)
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise SystemExit(f"README.md must hold the lines {BEGIN} and {END}, got none.")
+    before, _, after = text.partition(BEGIN)
+    after = after.partition(END)[2]
+    readme.write_text(f"{before}{BEGIN}\n\n{section(records)}\n\n{END}{after}", encoding="utf-8")
+    write_picture(records["fa-ssa"], PICTURE)
+
+
+def read_records(cards: Path) -> dict[str, dict[str, Any]]:
+    """The `results.json` of each mode pair whose adapter is there."""
+    files = {pair: cards / f"smollm2-135m-{pair}" / "results.json" for pair in PAIRS}
+    return {pair: json.loads(file.read_text(encoding="utf-8")) for pair, file in files.items() if file.exists()}
+
+
+def section(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """The README's text between its two markers."""
+    record = records["fa-ssa"]
+    seeds = len(record["seeds"])
+    means = (
+        f"means over {seeds} training seeds, \N{PLUS-MINUS SIGN} one standard deviation" if seeds > 1 else "one seed"
+    )
+    parts = [
+        f"SmolLM2-135M-Instruct, FA-SSA, {record['examples']} held-out prompts of each set; NLL in nats per answer "
+        f"token, {means}. Best static: for each set the best of {len(ONE_MASK)} ways to choose the same heads for "
+        "every prompt, as many as the routers make sparse on average:",
+        _table([_main_row(row) for row in record["tasks"]]),
+        f"![{PICTURE_TEXT}](hub_cards/{PICTURE.name})",
+    ]
+    if others := {pair: other for pair, other in records.items() if pair != "fa-ssa"}:
+        parts += ["The other mode pairs:", _table(_other_rows(others))]
+    if record["generalisation"]:
+        parts += [
+            "Prompts that training did not hold. A set's routing has left its task where its MSR moved towards the "
+            "other kind of sets by more than half of what is between the kinds, or where its NLL above full attention "
+            f"grew by more than {TOLERATED:g}:",
+            _table(_generalisation_rows(record["generalisation"])),
+        ]
+    measured = [f"{name} {version}" for name, version in record["versions"].items() if version]
+    measured += [f"commit {record['commit']}"] if record["commit"] else []
+    parts.append(
+        f"Measured on one {record['hardware']} with {', '.join(measured)}; "
+        "[how, and all tables](recipes/reproduction)."
+    )
+    return "\n\n".join(parts)
+
+
+def _main_row(row: Mapping[str, Any]) -> dict[str, str]:
+    nll = row["nll"]
+    best = min((way for way in ONE_MASK if way in nll), key=lambda way: _mean(nll[way]), default=None)
+    name = best and best.removeprefix("static_")
+    return {
+        "set": LABELS[row["set"]],
+        "MSR": _text(row["msr"]),
+        "every head full": _text(nll["full"]),
+        "every head sparse": _text(nll["all_sparse"]),
+        "routed": _text(nll["routed"]),
+        "best static": f"{_mean(nll[best]):.2f}, {name}" if best else "",
+    }
+
+
+def _other_rows(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = [{"set": LABELS[row["set"]]} for row in next(iter(records.values()))["tasks"]]
+    for pair, record in records.items():
+        for line, row in zip(rows, record["tasks"], strict=True):
+            line |= {
+                f"{pair.upper()}: MSR": _text(row["msr"]),
+                f"{pair.upper()}: every head sparse": _text(row["nll"]["all_sparse"]),
+                f"{pair.upper()}: routed": _text(row["nll"]["routed"]),
+            }
+    return rows
+
+
+def _generalisation_rows(rows: list[Mapping[str, Any]]) -> list[dict[str, str]]:
+    lines = []
+    for condition in dict.fromkeys(row["condition"] for row in rows):
+        members = [row for row in rows if row["condition"] == condition]
+        left = [f"{LABELS[row['set']]}: {row['follows']}" for row in members if row["follows"] != "task"]
+        follow = f"{len(members) - len(left)} of {len(members)} sets"
+        lines.append({"prompts": condition, "routing follows the task": follow, "it follows instead": "; ".join(left)})
+    return lines
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows))]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _mean(figure: Any) -> float:
+    return figure["mean"] if isinstance(figure, Mapping) else figure
+
+
+def _std(figure: Any) -> float:
+    return figure["std"] if isinstance(figure, Mapping) else 0.0
+
+
+def _text(figure: Any) -> str:
+    spread = f" \N{PLUS-MINUS SIGN} {_std(figure):.2f}" if isinstance(figure, Mapping) else ""
+    return f"{_mean(figure):.2f}{spread}"
+
+
+def overview(record: Mapping[str, Any]) -> Figure:
+    """MSR of each set, and NLL above full attention of each way of running, from a mode pair's `results.json`."""
+    rows = record["tasks"]
+    names = [row["set"] for row in rows]
+    figure = new_figure(10, 4.4)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
+    places = np.arange(len(rows))
+    shares = [row["msr"] for row in rows]
+    left.errorbar(list(map(_mean, shares)), places, xerr=list(map(_std, shares)), color=BLUE, fmt="o", capsize=3)
+    left.plot([row["t"] for row in rows], places, color="grey", marker="|", markersize=14, ls="", label="target")
+    left.legend(fontsize="small")
+    ways = [way for way in STYLES if way in rows[0]["nll"]]
+    for offset, way in zip(offsets(len(ways)), ways):
+        label, color, marker, _ = STYLES[way]
+        rises = [_mean(row["nll"][way]) - _mean(row["nll"]["full"]) for row in rows]
+        spread = [_std(row["nll"][way]) for row in rows]
+        right.errorbar(rises, places + offset, xerr=spread, color=color, fmt=marker, markersize=5, label=label)
+    set_rows(left, names)
+    logarithmic_rise(right, "x")
+    finish(left, MSR, title="How sparse each set runs")
+    finish(right, RISE, title="What routing costs, and as many static heads")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    return figure
+
+
+def write_picture(record: Mapping[str, Any], path: Path) -> None:
+    """Writes `overview` as SVG; the same record gives the same file."""
+    with matplotlib.rc_context({"svg.hashsalt": "reproduction"}):
+        overview(record).savefig(path, format="svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

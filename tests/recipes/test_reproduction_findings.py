@@ -1,0 +1,101 @@
+"""Bars, and whether routing follows the task: what the figures of made-up results say."""
+
+import copy
+
+import pytest
+from recipes.reproduction_results import all_results, flat
+from reproduction import findings
+from reproduction.examples import SENSITIVE, TASKS
+from reproduction.jobs import REFERENCE
+
+
+@pytest.fixture
+def results():
+    return copy.deepcopy(all_results())
+
+
+def bar(results, beginning):
+    return next(row for row in findings.bars(results) if row["bar"].startswith(beginning))
+
+
+def verdict(results, name, condition):
+    rows = findings.generalisation(results)
+    return next(row["follows"] for row in rows if (row["set"], row["condition"]) == (name, condition))
+
+
+def change(table, name, **figures):
+    next(row for row in table["tasks"] if row["set"] == name).update(figures)
+
+
+# Bars
+
+
+def test_a_bar_takes_the_mean_of_the_seeds_with_its_spread(results):
+    row = bar(results, "mean MSR of the sensitive sets")
+    assert (row["measured"], row["std"]) == (pytest.approx(0.68), pytest.approx(0.01))
+    assert row["reached"] == "yes"
+
+
+@pytest.mark.parametrize("rise", [0.02, 0.04])
+def test_nll_must_stay_near_full_attention(results, rise):
+    full = next(row["nll"] for row in results["bounds"]["masks"]["full"]["tasks"] if row["set"] == "sqa_pkg")
+    for seed in range(3):
+        change(results[f"fa-ssa-seed{seed}"], "sqa_pkg", nll=full + rise)
+    row = bar(results, "sqa_pkg: NLL over full")
+    assert row["measured"] == pytest.approx(rise)
+    assert row["reached"] == ("yes" if rise < findings.MAX_SENSITIVE else "no")
+
+
+def test_static_masks_must_be_worse_on_the_sensitive_sets(results):
+    assert bar(results, "static_learned")["reached"] == "yes"
+    results["masks-learned"]["masks"]["learned"] = {**results[REFERENCE], "mask": []}
+    row = bar(results, "static_learned")
+    assert row["measured"] < 0.1
+    assert row["reached"] == "no"
+
+
+def test_two_masks_for_two_kinds_of_sets_are_no_static_baseline_of_one(results):
+    assert not [row for row in findings.bars(results) if row["bar"].startswith("static_category")]
+
+
+# Generalisation
+
+
+def test_every_condition_is_judged_on_each_of_its_sets(results):
+    conditions = [row["condition"] for row in findings.generalisation(results)]
+    assert {condition: conditions.count(condition) for condition in conditions} == {
+        "left out of training": len(TASKS),
+        "unseen phrasings": len(TASKS),
+        "1024 tokens": len(TASKS),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shift", "expected"), [(-0.3, "task"), (0.07, "task"), (0.1, "template (MSR)")], ids=["away", "near", "across"]
+)
+def test_a_sensitive_set_must_not_run_as_sparse_as_the_robust_ones(results, shift, expected):
+    # 0.16 lie between the two kinds.
+    results["without-sqa_pkg"] = {**results["without-sqa_pkg"], **copy.deepcopy(results["fa-ssa-seed1"])}
+    change(results["without-sqa_pkg"], "sqa_pkg", msr=0.68 + shift)
+    assert verdict(results, "sqa_pkg", "left out of training") == expected
+
+
+def test_a_robust_set_must_not_run_as_full_as_the_sensitive_ones(results):
+    change(results["without-code_stdlib"], "code_stdlib", msr=0.7)
+    assert verdict(results, "code_stdlib", "left out of training") == "template (MSR)"
+
+
+def test_a_set_must_not_lose_more_than_where_it_was_trained_on(results):
+    row = next(row for row in results[f"{REFERENCE}-lengths"]["lengths"]["1024"]["routed"]["tasks"])
+    row["nll"] += 0.2
+    assert verdict(results, row["set"], "1024 tokens") == "length (NLL)"
+
+
+def test_unseen_phrasings_are_compared_with_full_attention_on_the_same_prompts(results):
+    results["unseen-phrasings"]["unseen"]["full"] = flat(1.0)
+    measured = findings.unseen_phrasings(results)
+    assert all(measured[name].rise < -1 for name in SENSITIVE)
+
+
+def test_the_length_of_training_is_among_the_lengths(results):
+    assert list(findings.by_length(results)) == [1024, findings.TRAINED_LENGTH]

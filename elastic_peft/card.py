@@ -50,9 +50,9 @@ def render_card(
     `results.json` holds `tasks`, a list of rows `{"task", "set", "t", "msr", "esr", "nll", "accuracy"}`; `nll` and
     `accuracy` may be missing, and map a way of running (`"full"`, `"routed"`, ...) to a figure: a number, or
     `{"mean", "std"}` over the seeds. It may hold `ruler`, rows as `recipes/evaluate.py` writes them, of which the card
-    shows means over the tasks, and leaves out those of other mode pairs. Beside them it may hold `hardware`,
-    `versions`, `commit`, `command`, `seeds`, `datasets` (trained on, as the Hub names them), and rows of any columns
-    as `ablations`.
+    shows means over the tasks, and leaves out those of other mode pairs. Beside them it may hold `ways` (a way of
+    running to what it is), `hardware`, `versions`, `commit`, `command`, `seeds`, `datasets` (trained on, as the Hub
+    names them), and rows of any columns as `ablations`.
 
     Args:
         directory: folder of an adapter saved by `save_pretrained`.

@@ -23,6 +23,7 @@ PARTS = {
     "seeds": list,
     "datasets": list,
     "versions": dict,
+    "ways": dict,
     "hardware": str,
     "commit": str,
     "command": str,
@@ -49,6 +50,11 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError(f"`{name}` of `{path.name}` must be a {kind.__name__}, got {results[name]!r}.")
     if not results.get("tasks") and not results.get("ruler"):
         raise ValueError(f"`{path.name}` must hold at least one row under `tasks` or `ruler`, got none.")
+    for way, description in (results.get("ways") or {}).items():
+        if not isinstance(description, str):
+            raise ValueError(
+                f"`ways` of `{path.name}` must describe each way in words, got {description!r} for {way}."
+            )
     if "```" in (results.get("command") or ""):
         raise ValueError(f"`command` of `{path.name}` must not hold ```, got {results['command']!r}.")
     for part, check in (("tasks", _check_task_row), ("ruler", _check_ruler_row), ("ablations", _check_ablation_row)):

@@ -132,11 +132,11 @@ def trades(results: Results) -> Figure:
     figure = new_figure(10, 8)
     top, bottom = figure.subplots(2, 1)
     panels = (
-        (top, "MSR sensitive", "worst sensitive", (MIN_MSR, MAX_SENSITIVE), "Sensitive sets: mean MSR"),
+        (top, "MSR sensitive", "worst rise, sensitive", (MIN_MSR, MAX_SENSITIVE), "Sensitive sets: mean MSR"),
         (
             bottom,
             "apart",
-            "worst robust",
+            "worst rise, robust",
             (MIN_APART, MAX_ROBUST),
             "Robust sets: mean MSR less the sensitive sets'",
         ),

@@ -35,6 +35,20 @@ from elastic_peft.report import routing_table
 
 PAIRS = ("fa-ssa", "fa-xa", "xa-ssa")
 COMMAND = "python -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output out"
+#: Way of running to what it is.
+DESCRIPTIONS = {
+    "full": "full attention in every head",
+    "all_retrieval": "every head in the retrieval mode",
+    "all_sparse": "every head in the sparse mode",
+    "routed": "each head of each prompt as its router decides",
+    "static_random": "the same heads sparse for every prompt, as many as routed ones on average; here drawn at "
+    "random, mean and deviation of five draws",
+    "static_retrieval": "the same, heads ranked by how well they retrieve, as in DuoAttention",
+    "static_loss": "the same, heads ranked by what each costs alone",
+    "static_learned": "the same, heads ranked by gates that were trained without seeing the prompt, as in PruLong",
+    "static_category": "the same, learned for the question-answering sets and for the others apart, which takes to "
+    "know the kind of every prompt",
+}
 #: The masks that one choice of heads makes for every set.
 ONE_MASK = {
     "static_random": "random0",
@@ -92,15 +106,17 @@ def static_masks(results: Results) -> dict[str, list[list[int]]]:
 
 def pair_results(results: Results, pair: str, commit: str | None) -> dict[str, Any]:
     """A mode pair's `results.json`: means over its seeds with the spread; static masks beside FA-SSA alone."""
-    routed = trainings(results, pair)
+    routed, tasks = trainings(results, pair), set_rows(results, pair)
+    ways = tasks[0]["nll"]
     record = {
         "hardware": routed[0]["hardware"],
-        "versions": routed[0]["versions"],
+        "versions": {name: version for name, version in routed[0]["versions"].items() if version},
         "commit": commit,
         "command": COMMAND,
         "seeds": seeds_of(results, pair),
         "examples": routed[0]["tasks"][0]["n"],
-        "tasks": set_rows(results, pair),
+        "ways": {way: DESCRIPTIONS[way] for way in ways},
+        "tasks": tasks,
         "ablations": ablations(results) if pair == "fa-ssa" else [],
         "ruler": [],
     }

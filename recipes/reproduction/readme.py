@@ -83,7 +83,7 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
             f"grew by more than {TOLERATED:g}:",
             _table(_generalisation_rows(record["generalisation"])),
         ]
-    measured = [f"{name} {version}" for name, version in record["versions"].items() if version]
+    measured = [f"{name} {version}" for name, version in record["versions"].items()]
     measured += [f"commit {record['commit']}"] if record["commit"] else []
     parts.append(
         f"Measured on one {record['hardware']} with {', '.join(measured)}; "

@@ -56,14 +56,14 @@ def rise(table: Mapping[str, Any], full: Mapping[str, Any], name: str) -> float:
 
 
 def trade(table: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, float]:
-    """A routed training in short: MSR of both kinds of sets, and the worst rise of NLL over full attention of each."""
+    """A routed training in short: MSR of both kinds of sets, and how far NLL rose over full attention in the worst."""
     sensitive, robust = mean_msr(table, SENSITIVE), mean_msr(table, ROBUST)
     return {
         "MSR sensitive": sensitive,
         "MSR robust": robust,
         "apart": robust - sensitive,
-        "worst sensitive": max(rise(table, full, name) for name in SENSITIVE),
-        "worst robust": max(rise(table, full, name) for name in ROBUST),
+        "worst rise, sensitive": max(rise(table, full, name) for name in SENSITIVE),
+        "worst rise, robust": max(rise(table, full, name) for name in ROBUST),
         "mean rise": mean(rise(table, full, name) for name in TASKS),
     }
 

@@ -53,6 +53,7 @@ def results():
         "command": "python recipes/train_sft.py --seed 17",
         "seeds": [17, 18, 19],
         "datasets": ["nvidia/ChatQA2-Long-SFT-data"],
+        "ways": {"full": "every head attends everything", "all_sparse": "every head streams"},
         "tasks": rows,
         "ruler": [
             ruler_row("niah_single_1", 8192, full=99.0, routed=97.5, static_random=11.0),
@@ -160,10 +161,11 @@ def test_no_number_of_the_results_comes_from_elsewhere(save, results):
     assert numbers(text) <= known, sorted(numbers(text) - known)
 
 
-@pytest.mark.parametrize("part", ["nll", "accuracy", "ruler", "ablations", "hardware", "command", "seeds"])
+@pytest.mark.parametrize("part", ["nll", "accuracy", "ruler", "ablations", "hardware", "command", "seeds", "ways"])
 def test_a_part_that_was_not_measured_is_not_mentioned(save, results, part):
     mention = {"nll": "NLL:", "accuracy": "Accuracy:", "ruler": "RULER:", "ablations": "Ablations:"}
     mention |= {"hardware": "Measured on", "command": "```bash", "seeds": "Means over"}
+    mention |= {"ways": "\n- full: every head attends everything\n- all sparse: every head streams\n"}
     whole = render_card(save(results)).text
     results.pop(part, None)
     for row in results["tasks"]:
@@ -232,6 +234,7 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
         ),
         (lambda r: r.update(tasks={}), r"`tasks` of `results\.json` must be a list, got {}"),
         (lambda r: r.update(versions="2.11"), r"`versions` of `results\.json` must be a dict, got '2\.11'"),
+        (lambda r: r["ways"].update(routed=4), r"`ways` of `results\.json` must describe each way in words, got 4"),
         (lambda r: r.update(command="a\n```\nb"), r"`command` of `results\.json` must not hold ```"),
         (lambda r: r["tasks"].append(4), r"`tasks\[\d\]` of `results\.json` must hold names and figures, got 4"),
         (lambda r: r["tasks"].append(r["tasks"][0]), r"must not measure what another row does, got row 0 again"),
@@ -255,7 +258,7 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
         (lambda r: r["ablations"][0].update(NLL=math.nan), r"must hold texts and finite numbers, got nan for NLL"),
     ],
     ids=[
-        *("no-rows", "no-list", "versions", "fence", "no-row", "twice"),
+        *("no-rows", "no-list", "versions", "ways", "fence", "no-row", "twice"),
         *(
             "no-column",
             "not-finite",

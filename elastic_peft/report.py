@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .context import RoutingRecord
 from .report_figures import DPI, routing_png, similarity_figure, training_figure
+from .report_page import cell_text, html_page, html_picture, html_table
 
 
 __all__ = [
@@ -28,26 +27,6 @@ __all__ = [
 
 #: What was routed: one record, or several by the name of a task or prompt.
 Routing: TypeAlias = RoutingRecord | Mapping[str, RoutingRecord]
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
-body {{ max-width: 68rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid GrayText }}
-th:first-child, td:first-child {{ text-align: left }}
-div {{ overflow-x: auto }}
-figure {{ margin: 2rem 0 }}
-img {{ max-width: 100%; background: white; border-radius: 4px }}
-</style>
-<h1>{title}</h1>
-{body}
-</html>
-"""
 
 
 def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -66,7 +45,7 @@ def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         raise ValueError("`rows` must hold at least one row, got none.")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_cell(row.get(name)) for name in columns] for row in rows]
+    cells = [[cell_text(row.get(name)) for name in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells)]
     numeric = [all(isinstance(row.get(name), int | float | None) for row in rows) for name in columns]
 
@@ -167,56 +146,3 @@ def routing_html(routing: Routing, similarity: Mapping[str, Any] | None = None) 
         )
     parts += ["<p>Share of sparse heads in each layer:</p>", html_table(layer_rows(routing))]
     return html_page("Routing", parts)
-
-
-def html_page(title: str, parts: Iterable[str]) -> str:
-    """A page that needs no other file, readable on light and dark screens.
-
-    Args:
-        title: of the page, and its heading.
-        parts: its HTML, as `html_table` and `html_picture` return it.
-
-    Returns:
-        HTML.
-    """
-    return PAGE.format(title=html.escape(title), body="\n".join(parts))
-
-
-def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of `routing_table` in HTML.
-
-    Args:
-        rows: column name to value, at least one row.
-
-    Returns:
-        HTML.
-    """
-
-    def line(tag, values):
-        return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
-
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [line("th", columns), *(line("td", (_cell(row.get(name)) for name in columns)) for row in rows)]
-    return "<div><table>\n" + "\n".join(lines) + "\n</table></div>"
-
-
-def html_picture(png: bytes, caption: str) -> str:
-    """A picture inside the page.
-
-    Args:
-        png: the file's contents.
-        caption: what it shows.
-
-    Returns:
-        HTML.
-    """
-    text, data = html.escape(caption), base64.b64encode(png).decode("ascii")
-    return (
-        f'<figure>\n<img alt="{text}" src="data:image/png;base64,{data}">\n<figcaption>{text}</figcaption>\n</figure>'
-    )
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -18,7 +18,7 @@ ORDER = [
     ["operators"],
     ["config", "precision", "counterfactual", "gating", "router", "families", "sequences", "sparsity"],
     ["context", "ragged_store", "static_router"],
-    ["cache", "convert", "report_figures"],
+    ["cache", "convert", "report_figures", "report_page"],
     ["report"],
     ["mode_pairs"],
     ["attention"],

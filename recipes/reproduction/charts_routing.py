@@ -1,5 +1,8 @@
 """Pictures of what the routers decide, and of what they see."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from matplotlib.figure import Figure
 from reproduction.chart_style import COLORS, LABELS, MARKERS, finish, new_figure
@@ -13,7 +16,12 @@ from elastic_peft.report import similarity_figure, training_figure
 
 def routing_frequency(results: Results) -> Figure:
     """How often each key-value head of each layer ran sparse, by set."""
-    rows = results[REFERENCE]["tasks"]
+    return routing_of(results[REFERENCE])
+
+
+def routing_of(result: Mapping[str, Any]) -> Figure:
+    """The same, of a training's result."""
+    rows = result["tasks"]
     shares = np.array([np.ravel(row["frequency"]) for row in rows])
     layers, heads = np.shape(rows[0]["frequency"])
     figure = new_figure(10, 3.2)

@@ -3,8 +3,8 @@
     cd recipes
     python -m reproduction.pictures --output ../out/reproduction
 
-Writes `{output}/pictures/*.png` and `{output}/reproduction.html`, which needs no other file. A picture whose jobs have
-not run yet is left out.
+Writes `{output}/pictures/*.png`, `{output}/reproduction.html`, which needs no other file, and for the cards
+`{output}/{pair}/routing.png`. A picture whose jobs have not run yet is left out.
 """
 
 import argparse
@@ -13,10 +13,14 @@ import inspect
 from pathlib import Path
 
 from reproduction.charts import CHARTS
-from reproduction.collect import all_tables
+from reproduction.charts_routing import routing_of
+from reproduction.collect import all_tables, trained_pairs
 from reproduction.results import read_all
+from reproduction.tables import trainings
 
+from elastic_peft.card import PICTURE_NAME
 from elastic_peft.report import html_page, html_picture, html_table
+from elastic_peft.report_figures import DPI
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,9 +36,12 @@ def main(arguments: list[str] | None = None) -> None:
         if not all(need in results for need in needs):
             continue
         file = folder / f"{name}.png"
-        draw(results).savefig(file, dpi=150)
+        draw(results).savefig(file, dpi=DPI)
         parts.append(html_picture(file.read_bytes(), inspect.getdoc(draw) or name))
         print(file)
+    for pair in trained_pairs(results):
+        (args.output / pair).mkdir(exist_ok=True)
+        routing_of(trainings(results, pair)[0]).savefig(args.output / pair / PICTURE_NAME, dpi=DPI)
     for title, rows in all_tables(results).items():
         parts.append(f"<h2>{html.escape(title)}</h2>\n{html_table(rows)}")
     page = args.output / "reproduction.html"

@@ -40,6 +40,10 @@ def test_the_page_holds_every_table(output, results):
     assert (output / "reproduction.html").read_text().count("<table>") == len(collect.all_tables(results))
 
 
+def test_each_pair_has_the_picture_of_its_card(output):
+    assert all((output / pair / "routing.png").is_file() for pair in collect.PAIRS)
+
+
 def test_pictures_without_their_jobs_are_left_out(results, tmp_path):
     (tmp_path / "jobs").mkdir()
     write_result(tmp_path, "bounds", results["bounds"])

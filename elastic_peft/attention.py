@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -85,6 +87,7 @@ class ElasticRoute:
 
     def attend(self, module, query, key, value, attention_mask, **kwargs):
         """Mixes the two modes; see `elastic_attention_forward`."""
+        _refuse_shards(module)
         scores = {name: kwargs.get(given) for name, given in SCORE_ARGUMENTS.items()}
         base = base_attention(module)
         modes, later_modes = self._modes(module.training)
@@ -228,27 +231,38 @@ def base_attention(module: nn.Module):
 
     Args:
         module: an attention module with a `router`.
-
-    Raises:
-        ValueError: a sequence-parallel engine has replaced the model's attention.
     """
     config = module.router.base_config
-    eager = next(
-        function
-        for kind in type(module).__mro__
-        if (function := getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)) is not None
-    )
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
-    if type(function).__module__.startswith("deepspeed") or function.__module__.startswith("deepspeed"):
-        raise ValueError(
-            "`attn_implementation` must be a single-device attention, got a sequence-parallel wrapper "
-            f"({config._attn_implementation}): routed layers would attend their shard only."
-        )
+    function = _base_function(module)
 
     def call(module, *args, **kwargs):
         return function(_AsConfigured(module, config), *args, **kwargs)
 
     return call
+
+
+def _base_function(module: nn.Module):
+    eager = next(
+        function
+        for kind in type(module).__mro__
+        if (function := getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)) is not None
+    )
+    return ALL_ATTENTION_FUNCTIONS.get_interface(module.router.base_config._attn_implementation, eager)
+
+
+def _refuse_shards(module: nn.Module) -> None:
+    """Engines that cut sequences over devices replace the attention that reads them; ours would read a shard.
+
+    Raises:
+        ValueError: DeepSpeed has replaced the model's attention, or `context_parallel` torch's.
+    """
+    for function in (_base_function(module), F.scaled_dot_product_attention):
+        engine = function.__module__ if isinstance(function, FunctionType) else ""
+        if engine.startswith(("deepspeed.", "torch.distributed.")):
+            raise ValueError(
+                f"Sequence and context parallelism must be off with an active ELASTIC adapter, got {engine}: it hands "
+                "a layer a shard of each sequence, and a router reads both ends."
+            )
 
 
 class _AsConfigured:

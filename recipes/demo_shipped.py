@@ -91,7 +91,7 @@ def route_prompts(
         routing.append({"task": row["task"], **ratios})
         answers.append(answer)
         decisions[row["task"]] = record.decisions.cpu()
-    report.routing_png(decisions, picture, layers=record.layers, title="Shipped adapter: which heads ran sparse")
+    report.routing_png(decisions, picture, layers=record.layers, title="Trained adapter: which heads ran sparse")
     return {"routing": routing, "answers": answers}
 
 

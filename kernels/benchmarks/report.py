@@ -95,6 +95,14 @@ def performance_section(results: Path) -> str:
             f"At the {number(step['ours_tokens_per_s'])} tokens a second of that training step, 300 steps of 48 "
             f"sequences of 64K tokens take {step['h200_hours']:.0f} H200 hours; the paper trained 96 A800 hours."
         )
+    two, its_files = load(results.with_name(f"{results.name}-x2"))
+    if step := two.get("train_step/64K/fsdp2"):
+        rates = [number(step[f"{side}_tokens_per_s"]) for side in ("ours", "baseline")]
+        parts.append(
+            f"Two of these GPUs, the model cut over them by FSDP2, train {rates[0]} tokens a second where one trains "
+            f"{rates[1]}: {times(step['speedup'])}."
+        )
+    files |= its_files
     environments = {describe_environment(file): [] for file in files.values()}
     for name, file in files.items():
         environments[describe_environment(file)].append(f"`{name}`")

@@ -117,8 +117,9 @@ def _load(model: str, adapter: str, **place: str | None) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map=device)
+    is_cuda = torch.cuda.is_available()
+    dtype = "auto" if is_cuda else torch.float32  # CPUs are slow at bfloat16
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map="cuda" if is_cuda else "cpu")
     return PeftModel.from_pretrained(base, adapter, **place).eval()
 
 

@@ -183,7 +183,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4, help="processes, spread over the visible GPUs (default 4)")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no job that outlasts it")
     parser.add_argument("--only", nargs="+", help="names of jobs; default all")
-    parser.add_argument("--rows", type=int, default=48, help="evaluation examples of each set (default 48)")
+    parser.add_argument("--rows", type=int, default=100, help="evaluation examples of each set (default 100)")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of a measured batch (default 8)")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -34,7 +34,7 @@ class Workplace:
     data: Path
     output: Path
     device: str
-    rows: int = 48
+    rows: int = 100
     batch_size: int = 8
     lengths: tuple[int, ...] = (1024, 2048, 8192)
     recipes: Path = RECIPES

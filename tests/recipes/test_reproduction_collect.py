@@ -134,3 +134,10 @@ def test_margins_are_static_less_routed(results):
     row = next(row for row in tables.margins(results) if row["masks"] == "static_learned")
     routed = sum(2 * share**2 - 0.8 for share in (0.67, 0.68, 0.69)) / 3
     assert row["sqa_pkg"] == pytest.approx(2 * 0.75**2 - routed)
+
+
+def test_rises_compare_the_examples_that_both_measured():
+    def figures(values):
+        return {"tasks": [{"set": "code_stdlib", "nll": 0.0, "nll_by_example": values}]}
+
+    assert tables.rise(figures([3.0, 4.0, 100.0]), figures([1.0, 1.0]), "code_stdlib") == 2.5

@@ -146,6 +146,7 @@ def trades(results: Results) -> Figure:
             color, size = RED if setting == "the recipe" else BLUE, 5 + 2 * len(str(number))
             style = {"marker": f"${number}$", "markersize": size, "color": color, "label": setting, "ls": ""}
             ax.plot([row[x] for row in rows], [row[y] for row in rows], **style)
+        logarithmic_rise(ax, "y")
         _shade(ax, *corner)
         finish(ax, label, f"{RISE},\nworst of these sets")
     figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize="small")

@@ -7,6 +7,7 @@ from recipes.reproduction_results import all_results, flat
 from reproduction import findings
 from reproduction.examples import SENSITIVE, TASKS
 from reproduction.jobs import REFERENCE
+from reproduction.tables import row_of
 
 
 @pytest.fixture
@@ -24,7 +25,9 @@ def verdict(results, name, condition):
 
 
 def change(table, name, **figures):
-    next(row for row in table["tasks"] if row["set"] == name).update(figures)
+    if "nll" in figures:
+        figures["nll_by_example"] = [figures["nll"]] * 2
+    row_of(table, name).update(figures)
 
 
 # Bars
@@ -38,12 +41,19 @@ def test_a_bar_takes_the_mean_of_the_seeds_with_its_spread(results):
 
 @pytest.mark.parametrize("rise", [0.02, 0.04])
 def test_nll_must_stay_near_full_attention(results, rise):
-    full = next(row["nll"] for row in results["bounds"]["masks"]["full"]["tasks"] if row["set"] == "sqa_pkg")
+    full = row_of(results["bounds"]["masks"]["full"], "sqa_pkg")["nll"]
     for seed in range(3):
         change(results[f"fa-ssa-seed{seed}"], "sqa_pkg", nll=full + rise)
     row = bar(results, "sqa_pkg: NLL over full")
     assert row["measured"] == pytest.approx(rise)
     assert row["reached"] == ("yes" if rise < findings.MAX_SENSITIVE else "no")
+
+
+def test_nll_rises_over_the_examples_that_both_measured(results):
+    for seed in range(3):
+        row_of(results[f"fa-ssa-seed{seed}"], "sqa_pkg")["nll_by_example"] = [3.0]
+    row_of(results["bounds"]["masks"]["full"], "sqa_pkg")["nll_by_example"] = [2.5, 9.0]
+    assert bar(results, "sqa_pkg: NLL over full")["measured"] == pytest.approx(0.5)
 
 
 def test_static_masks_must_be_worse_on_the_sensitive_sets(results):
@@ -86,9 +96,9 @@ def test_a_robust_set_must_not_run_as_full_as_the_sensitive_ones(results):
 
 
 def test_a_set_must_not_lose_more_than_where_it_was_trained_on(results):
-    row = next(row for row in results[f"{REFERENCE}-lengths"]["lengths"]["1024"]["routed"]["tasks"])
-    row["nll"] += 0.2
-    assert verdict(results, row["set"], "1024 tokens") == "length (NLL)"
+    table = results[f"{REFERENCE}-lengths"]["lengths"]["1024"]["routed"]
+    change(table, "code_stdlib", nll=row_of(table, "code_stdlib")["nll"] + 0.2)
+    assert verdict(results, "code_stdlib", "1024 tokens") == "length (NLL)"
 
 
 def test_unseen_phrasings_are_compared_with_full_attention_on_the_same_prompts(results):

@@ -12,8 +12,9 @@ help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." is handed on: make demo ARGS="--help", make test ARGS="-m slow -k streaming"'
 
-demo: $(VENV)/.installed-demo ## train, save, reload and use an adapter on SmolLM2-135M (writes out/)
-	$(VENV)/bin/python recipes/demo.py $(ARGS)
+# Threads that wait for work would otherwise spin, and take the cores from those that have some.
+demo: $(VENV)/.installed-demo ## show a trained adapter's routing, then train, save, reload and use one (writes out/)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python recipes/demo.py $(ARGS)
 
 test: $(VENV)/.installed-test ## run the tests; the slow and the GPU tier only when asked: ARGS="-m slow"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)

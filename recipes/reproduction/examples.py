@@ -24,7 +24,7 @@ TASKS = {
 }
 SENSITIVE = ("sqa_foldoc", "sqa_pkg", "niah_single", "mhop_wordnet")
 ROBUST = ("summ_rfc", "code_stdlib", "icl_wordnet")
-#: Which of a set's phrasings to take: all, all but one, or that one.
+#: Which of a set's phrasings `choose_phrasing` takes: all, all but one, or that one.
 PHRASINGS = ("all", "seen", "unseen")
 
 

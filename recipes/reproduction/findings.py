@@ -93,10 +93,11 @@ def generalisation(results: Results) -> list[dict[str, Any]]:
 
 def _conditions(results: Results) -> Iterator[tuple[str, str, Figures, str]]:
     """Condition, set, figures, and what the routing follows where it does not follow the task."""
-    for name, figures in left_out(results).items():
-        yield "left out of training", name, figures, "template"
-    for name, figures in unseen_phrasings(results).items():
-        yield "unseen phrasings", name, figures, "template"
+    for prefix, words in (("", ""), ("varied-", ", more words in training")):
+        for name, figures in left_out(results, prefix).items():
+            yield f"left out of training{words}", name, figures, "template"
+        for name, figures in unseen_phrasings(results, f"{prefix or 'unseen-'}phrasings").items():
+            yield f"unseen phrasings{words}", name, figures, "template"
     for length, sets in by_length(results).items():
         if length != TRAINED_LENGTH:
             for name, figures in sets.items():
@@ -112,16 +113,17 @@ def as_trained(results: Results) -> dict[str, Figures]:
     }
 
 
-def left_out(results: Results) -> dict[str, Figures]:
-    """Figures of each set by the adapter that was trained without it."""
+def left_out(results: Results, prefix: str = "") -> dict[str, Figures]:
+    """Figures of each set by the adapter that was trained without it, by jobs whose names have that prefix."""
     full = full_attention(results)
-    runs = {name: results[f"without-{name}"] for name in TASKS if f"without-{name}" in results}
+    jobs = {name: f"{prefix}without-{name}" for name in TASKS}
+    runs = {name: results[job] for name, job in jobs.items() if job in results}
     return {name: _figures(run, full, name) for name, run in runs.items()}
 
 
-def unseen_phrasings(results: Results) -> dict[str, Figures]:
-    """Figures of each set whose instructions were phrased as training never saw."""
-    ways = results.get("unseen-phrasings", {}).get("unseen")
+def unseen_phrasings(results: Results, job: str = "unseen-phrasings") -> dict[str, Figures]:
+    """Figures of each set whose instructions were phrased as that job's training never saw."""
+    ways = results.get(job, {}).get("unseen")
     return _of_sets(ways) if ways else {}
 
 

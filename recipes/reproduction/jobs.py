@@ -26,7 +26,8 @@ class Job:
         config: fields of `ElasticConfig` that differ from the recipe.
         arguments: fields of `ElasticSFTConfig` that differ from the recipe.
         sets: sets that are trained on.
-        phrasing: phrasings that are trained on.
+        phrasing: phrasings that are trained on: one of `reproduction.examples.PHRASINGS`, or `"varied"`: those seen,
+            and the words of `reproduction.phrasings`.
         answer_tokens: tokens of an answer that are trained on at most; `None`: all. The loss is a mean over tokens,
             so long answers outweigh short ones.
         seed: of the training.
@@ -152,6 +153,8 @@ def _generalisation() -> list[Job]:
     return [
         Job("unseen-phrasings", "train", phrasing="seen"),
         *(Job(f"without-{name}", "train", sets=sets) for name, sets in left_out.items()),
+        Job("varied-phrasings", "train", phrasing="varied"),
+        *(Job(f"varied-without-{name}", "train", sets=sets, phrasing="varied") for name, sets in left_out.items()),
     ]
 
 

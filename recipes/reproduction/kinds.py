@@ -9,6 +9,7 @@ from reproduction.jobs import Job
 from reproduction.lengths import resize
 from reproduction.masks import measure_masks
 from reproduction.measuring import measure
+from reproduction.phrasings import varied
 from reproduction.representations import task_similarity
 from reproduction.results import mean_msr, read_result
 from reproduction.training import load_base, train
@@ -28,7 +29,10 @@ def _train(job: Job, place: Workplace) -> dict[str, Any]:
     if job.is_blind:  # one target for all, so that the static mask has the routed adapter's mean sparsity
         target = mean_msr(read_result(place.output, job.needs[0]), job.sets)
         config["t_values"] = dict.fromkeys(ElasticConfig().t_values, target)
-    examples = choose_phrasing(place.tokenizer, place.training, job.phrasing)
+    keeps_unseen = job.phrasing in ("seen", "varied")
+    examples = choose_phrasing(place.tokenizer, place.training, "seen" if keeps_unseen else job.phrasing)
+    if job.phrasing == "varied":
+        examples = varied(place.tokenizer, examples, job.seed)
     model, log = train(
         load_base(place.model, place.device),
         place.tokenizer,
@@ -45,7 +49,7 @@ def _train(job: Job, place: Workplace) -> dict[str, Any]:
     result = {"log": log, "targets": targets, **place.measure(model, place.evaluation_rows())}
     if job.is_blind:
         result["scores"] = static_preferences(model).tolist()
-    if job.phrasing == "seen":
+    if keeps_unseen:
         pools = (place.evaluation, place.training)
         unseen = [choose_phrasing(place.tokenizer, pool, "unseen") for pool in pools]
         rows = [example for name in job.sets for example in (unseen[0][name] + unseen[1][name])[: place.rows]]

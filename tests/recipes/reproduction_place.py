@@ -40,11 +40,12 @@ def prompt_and_answer(name, index):
         return f'{opening}\n\n{body}\n\n{closing} what is "{word}"?{END}', f"does {word}"
     if name == "niah_single":
         body = ". ".join([*words, f"the special magic number for {word} is: 12{index}", *words])
-        return f"{opening}\n{body}\nWhat is the number?{END}It is:", f" 12{index}"
+        asked = f"What is the special magic number for {word} mentioned in the provided text?"
+        return f"{opening}\n{body}\n{asked}{END}It is:", f" 12{index}"
     if name == "mhop_wordnet":
         facts = [f"* {w} is a kind of {w}er.\n* {w}er means: so {w}." for w in words[:5]]
         answer = f"{word} is a kind of {word}er, which means"
-        return f"{opening}\n\n" + "\n".join(facts) + f"\n\n{closing} what?{END}", answer
+        return f"{opening}\n\n" + "\n".join(facts) + f"\n\n{closing} that {word} is a kind of?{END}", answer
     if name == "summ_rfc":
         return f"{opening}\n\n" + "\n".join(words * 6) + f"\n\n{closing} write it.{END}Summary:", f" {word}"
     if name == "code_stdlib":

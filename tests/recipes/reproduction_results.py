@@ -67,7 +67,7 @@ def result(job):
         body |= routed(shift=0.01 * job.seed)
         if job.is_blind:
             body["scores"] = [[layer + head for head in range(HEADS)] for layer in range(LAYERS)]
-        if job.phrasing == "seen":
+        if job.phrasing in ("seen", "varied"):
             body["unseen"] = {"routed": routed(0.02), "full": flat(0.0)}
     elif job.kind == "masks":
         body = {"masks": masks(job)}

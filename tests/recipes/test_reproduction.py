@@ -52,8 +52,9 @@ def test_a_set_left_out_of_training_is_still_measured(place):
     assert "summ_rfc" in sets(run_job(JOBS["without-summ_rfc"], place))
 
 
-def test_unseen_phrasings_are_measured_apart(place):
-    result = run_job(JOBS["unseen-phrasings"], place)
+@pytest.mark.parametrize("name", ["unseen-phrasings", "varied-phrasings"])
+def test_unseen_phrasings_are_measured_apart(place, name):
+    result = run_job(JOBS[name], place)
     assert sets(result["unseen"]["routed"]) == sets(result["unseen"]["full"]) == list(TASKS)
 
 

@@ -63,7 +63,8 @@ class ElasticSFTTrainer(SFTTrainer):
 
     Raises:
         ValueError: no ELASTIC adapter, or none that is trainable; a task outside `t_values`; images; a
-            `compute_loss_func`; tensor, context or sequence parallelism.
+            `compute_loss_func`; tensor, context or sequence parallelism; several GPUs in one process; FSDP2 that
+            loads the model in one process for all.
 
     Source: Elastic Attention, arXiv 2601.17367.
     """
@@ -340,6 +341,12 @@ def _check_setup(trainer: ElasticSFTTrainer) -> None:
         raise ValueError(
             f"`args` must use one GPU a process, got {trainer.args.n_gpu}: start one process a GPU with "
             "`accelerate launch`, or show one GPU in CUDA_VISIBLE_DEVICES."
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "`fsdp_cpu_ram_efficient_loading` must be False: accelerate spreads parameters only, and a router's "
+            "standardisation is saved in buffers, got True."
         )
     if trainer._is_vision_dataset:
         raise ValueError("`train_dataset` must hold text only, got one with images.")

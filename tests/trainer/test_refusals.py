@@ -101,6 +101,14 @@ def test_several_gpus_in_one_process_are_refused():
         _check_setup(run)
 
 
+def test_loading_on_one_process_for_all_is_refused():
+    plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
+    accelerator = SimpleNamespace(parallelism_config=None, state=SimpleNamespace(fsdp_plugin=plugin))
+    run = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(n_gpu=1))
+    with pytest.raises(ValueError, match="`fsdp_cpu_ram_efficient_loading` must be False: .*, got True"):
+        _check_setup(run)
+
+
 def test_reentrant_checkpointing_enabled_on_the_model_is_refused(tmp_path):
     model = routed_model()
     model.get_base_model().gradient_checkpointing_enable({"use_reentrant": True})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import FunctionType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -257,7 +257,7 @@ def _refuse_shards(module: nn.Module) -> None:
         ValueError: DeepSpeed has replaced the model's attention, or `context_parallel` torch's.
     """
     for function in (_base_function(module), F.scaled_dot_product_attention):
-        engine = function.__module__ if isinstance(function, FunctionType) else ""
+        engine = "" if isinstance(function, BuiltinFunctionType) else function.__module__
         if engine.startswith(("deepspeed.", "torch.distributed.")):
             raise ValueError(
                 f"Sequence and context parallelism must be off with an active ELASTIC adapter, got {engine}: it hands "

@@ -34,8 +34,8 @@ SHIPPED = Path(__file__).parents[1] / "hub_cards" / "smollm2-135m-fa-ssa"
 ANSWER_TOKENS = 32
 FIRST_PART = """
 1 of 2. A trained adapter: {adapter}
-Three prompts over text that is new to it, worded like those of its training. One of a kind shows that the routing
-follows the input; it is no measurement."""
+Three prompts over text that is new to the shipped adapter, worded like those of its training. One of a kind shows that
+the routing follows the input; it is no measurement."""
 SECOND_PART = """
 2 of 2. An adapter of your own: train, save, load, use, measure."""
 NOT_TRAINED = """\

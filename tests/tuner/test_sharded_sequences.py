@@ -69,6 +69,14 @@ def test_ulysses_is_refused(make_routed, inputs, use_ulysses, mode):
         model(**inputs)
 
 
+def test_an_engine_that_is_an_object_is_refused(make_routed, inputs, monkeypatch):
+    engine = type("Engine", (), {"__module__": "deepspeed.engine", "__call__": lambda *args, **kwargs: None})
+    model = make_routed()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", engine())
+    with pytest.raises(ValueError, match=REFUSED + r"deepspeed\."):
+        model(**inputs)
+
+
 def test_ulysses_has_the_model_while_the_adapter_is_disabled(make_routed, inputs, use_ulysses):
     model = make_routed()
     calls = use_ulysses()

@@ -59,7 +59,7 @@ def routing_png(
     bar = figure.colorbar(axes[0].images[0], ax=list(axes), ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, aspect=30)
     bar.set_label("how often sparse")
     if title is not None:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)
     figure.savefig(path, format="png", dpi=DPI)
 
 
@@ -112,9 +112,11 @@ def training_figure(log_history: Iterable[Mapping[str, Any]], *, targets: Mappin
     for ax in (loss, second):
         ax.set_xlabel("optimizer step")
     loss.legend(fontsize="small")
-    figure.legend(
+    legend = figure.legend(
         *msr.get_legend_handles_labels(), loc="outside lower center", ncols=min(len(tasks), 5), fontsize="small"
     )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return figure
 
 
@@ -146,8 +148,8 @@ def similarity_figure(similarity: Mapping[str, Any], tasks: Sequence[str]) -> Fi
             text = f"{value:.2f}".replace("0.", ".", 1)
             color = "white" if abs(value) > 0.75 else "black"
             ax.text(column, row, text, ha="center", va="center", color=color, fontsize="small")
-        ax.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", rotation_mode="anchor")
-        ax.set_yticks(range(len(tasks)), tasks)
+        ax.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
+        ax.set_yticks(range(len(tasks)), tasks, parse_math=False)
         ax.set_title(title, fontsize="medium")
     figure.colorbar(image, ax=axes, label="cosine similarity", pad=0.01, shrink=0.75)
     return figure
@@ -191,7 +193,8 @@ def _draw_panel(ax: Axes, task: str, decisions: torch.Tensor) -> None:
     # cividis keeps its order for every kind of colour vision and in grey.
     ax.imshow(frequency, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
     inputs = "input" if len(decisions) == 1 else "inputs"
-    ax.set_title(f"{task}: {len(decisions)} {inputs}, MSR {frequency.mean():.2f}", loc="left", fontsize="medium")
+    title = f"{task}: {len(decisions)} {inputs}, MSR {frequency.mean():.2f}"
+    ax.set_title(title, loc="left", fontsize="medium", parse_math=False)
     ax.set_yticks(range(frequency.shape[0]))
     for boundary in range(1, frequency.shape[1]):
         ax.axvline(boundary - 0.5, color="white", linewidth=0.4)

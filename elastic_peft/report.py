@@ -74,17 +74,19 @@ def layer_rows(routing: Routing) -> list[dict[str, Any]]:
     """A row for each routed layer: its heads, and which share of them is sparse, mean over sequences.
 
     Args:
-        routing: a record, as `last_routing` returns it; or records by the name of a task or prompt, which get a column
-            each.
+        routing: a record, as `last_routing` returns it; or records by the name of a task or prompt.
 
     Returns:
-        Rows for `routing_table`.
+        Rows for `routing_table`: `layer`, `heads` and `MSR`, or `MSR, name` for each name.
 
     Raises:
         ValueError: no records.
     """
     first = _first(routing)
-    records = {"MSR": routing} if isinstance(routing, RoutingRecord) else routing
+    if isinstance(routing, RoutingRecord):
+        records = {"MSR": routing}
+    else:  # named `layer`, a column must not take another's place
+        records = {f"MSR, {name}": record for name, record in routing.items()}
     shares = zip(*(record.decisions.float().mean(dim=(0, 2)).tolist() for record in records.values()))
     heads = first.decisions.shape[2]
     return [{"layer": index, "heads": heads, **dict(zip(records, row))} for index, row in zip(first.layers, shares)]

@@ -45,14 +45,15 @@ def route(
     check_can_write("--png", png)
     if (html or png) and find_spec("matplotlib") is None:
         raise ImportError("`--html` and `--png` need matplotlib: pip install 'elastic_peft[report]'.")
-    texts = [_read_prompt(file) for file in prompt_file]
+    names = _names(prompt_file)
+    texts = {file: _read_prompt(file) for file in prompt_file}
 
     from elastic_peft.report import layer_rows, routing_html, routing_png, routing_table, sequence_rows
     from elastic_peft.saved import read_config
     from elastic_peft.similarity import task_similarity
 
     read_config(adapter, revision=revision, subfolder=subfolder)
-    prompts = dict(zip(_names(prompt_file), _tokens(model, texts)))
+    prompts = dict(zip(names, _tokens(model, texts)))
     routed = _load(model, adapter, revision=revision, subfolder=subfolder)
     records, pooled = {}, {}
     for name, tokens in prompts.items():
@@ -81,9 +82,12 @@ def _json(row: dict[str, Any], record: RoutingRecord) -> dict[str, Any]:
 
 def _names(files: list[Path]) -> list[str]:
     """The files' names, with as many of their folders as tell them apart."""
+    paths = [file.resolve() for file in files]
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise ValueError(f"`--prompt-file` must name each file once, got {str(files[index])!r} again.")
     if len({file.name for file in files}) == len(files):
         return [file.name for file in files]
-    paths = [file.resolve() for file in files]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
 
@@ -92,13 +96,13 @@ def _read_prompt(file: Path) -> str:
     try:
         prompt = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"`--prompt-file` must be UTF-8, got {error}.") from error
+        raise ValueError(f"`--prompt-file` must be UTF-8, got {str(file)!r}: {error}.") from error
     if not prompt:
-        raise ValueError("`--prompt-file` must hold text, got an empty file.")
+        raise ValueError(f"`--prompt-file` must hold text, got {str(file)!r}: it is empty.")
     return prompt
 
 
-def _tokens(model: str, prompts: list[str]) -> list[BatchEncoding]:
+def _tokens(model: str, texts: dict[Path, str]) -> list[BatchEncoding]:
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -106,10 +110,11 @@ def _tokens(model: str, prompts: list[str]) -> list[BatchEncoding]:
     except (OSError, ValueError) as error:
         raise ValueError(f"`--model` {model!r} cannot be loaded: {error}") from error
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokens = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
-    if not all(each["input_ids"].numel() for each in tokens):
-        raise ValueError("`--prompt-file` must hold text, got one without tokens.")
-    return tokens
+    tokens = {file: tokenizer(text, return_tensors="pt") for file, text in texts.items()}
+    for file, encoding in tokens.items():
+        if not encoding["input_ids"].numel():
+            raise ValueError(f"`--prompt-file` must hold text, got {str(file)!r}: it has no tokens.")
+    return list(tokens.values())
 
 
 def _load(model: str, adapter: str, **place: str | None) -> Any:

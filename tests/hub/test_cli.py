@@ -297,16 +297,36 @@ def test_route_names_a_base_model_that_is_none(adapter, prompt, tmp_path):
     assert_refused(result, f"`--model` '{tmp_path / 'empty'}' cannot be loaded: ")
 
 
-def test_route_refuses_a_prompt_that_is_no_text(adapter, base, prompt):
-    prompt.write_bytes(b"\xff\xfe")
-    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
-    assert_refused(result, "`--prompt-file` must be UTF-8, got")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe", "`--prompt-file` must be UTF-8, got {file!r}: 'utf-8' codec can't decode"),
+        (b"", "`--prompt-file` must hold text, got {file!r}: it is empty."),
+        (b" \n", "`--prompt-file` must hold text, got {file!r}: it has no tokens."),
+    ],
+    ids=["undecodable", "empty", "no-tokens"],
+)
+def test_route_names_the_prompt_that_it_refuses(adapter, base, prompt, tmp_path, content, message):
+    refused = tmp_path / "refused.txt"
+    refused.write_bytes(content)
+    prompts = ("--prompt-file", prompt, "--prompt-file", refused)
+    result = run("route", "--model", base, "--adapter", adapter, *prompts)
+    assert_refused(result, message.format(file=str(refused)))
 
 
-def test_route_refuses_an_empty_prompt(adapter, base, prompt):
-    prompt.write_text("")
-    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt)
-    assert_refused(result, "`--prompt-file` must hold text, got an empty file.")
+def test_route_refuses_a_prompt_that_is_given_twice(adapter, base, prompt, tmp_path):
+    again = tmp_path / "other" / ".." / prompt.name
+    (tmp_path / "other").mkdir()
+    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", prompt, "--prompt-file", again)
+    assert_refused(result, f"`--prompt-file` must name each file once, got {str(again)!r} again.")
+
+
+def test_route_draws_and_prints_whatever_a_prompt_is_named(adapter, base, prompt, tmp_path):
+    named = prompt.rename(tmp_path / r"$\nosuchsymbol$")
+    output = ("--png", tmp_path / "routing.png", "--html", tmp_path / "routing.html")
+    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", named, *output)
+    assert result.exit_code == 0, result.output
+    assert f"MSR, {named.name}" in result.stdout
 
 
 def test_route_refuses_an_adapter_of_another_base(make_routed, make_base, base, prompt, tmp_path):

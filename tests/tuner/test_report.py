@@ -137,7 +137,15 @@ def test_rows_of_named_records_are_told_apart(record):
     named = {"qa": record, "code": record}
     assert [row["task"] for row in sequence_rows(named)] == ["qa", "qa", "code", "code"]
     shares = [row["MSR"] for row in layer_rows(record)]
-    assert [(row["qa"], row["code"]) for row in layer_rows(named)] == list(zip(shares, shares))
+    assert [(row["MSR, qa"], row["MSR, code"]) for row in layer_rows(named)] == list(zip(shares, shares))
+
+
+@pytest.mark.parametrize("name", ["layer", "heads"])
+def test_a_record_named_as_a_column_takes_no_columns_place(record, name):
+    rows = layer_rows({name: record})
+    assert [(row["layer"], row["heads"], row[f"MSR, {name}"]) for row in rows] == [
+        (row["layer"], row["heads"], row["MSR"]) for row in layer_rows(record)
+    ]
 
 
 def test_page_of_named_records_has_a_panel_each(record, figures):

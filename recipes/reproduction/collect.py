@@ -4,7 +4,8 @@
     python -m reproduction.collect --output ../out/reproduction --commit COMMIT
 
 Writes `{output}/{pair}/results.json`, where it leaves `ruler` as it is, `{output}/static_masks.json` for
-`recipes/evaluate.py --static`, and the tables, `{output}/tables.md`. What no job has measured yet is left out.
+`recipes/evaluate.py --static`, and the tables, `{output}/tables.md`. What no job has measured yet is left out, and
+so is, with a line that says so, what was measured on other examples than the routed adapters.
 """
 
 import argparse
@@ -22,12 +23,13 @@ from reproduction.tables import (
     column,
     conditions,
     full_attention,
+    left_out,
     margins,
     seeds_of,
-    static_tables,
     summaries,
     trade,
     trainings,
+    ways_of,
 )
 
 from elastic_peft.report import routing_table
@@ -65,12 +67,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="commit that the results come from")
     args = parser.parse_args(arguments)
     results = read_all(args.output)
+    for line in (line for pair in PAIRS for line in left_out(results, pair)):
+        print(line)
     for pair in trained_pairs(results):
         record = pair_results(results, pair, args.commit)
         file = args.output / pair / "results.json"
         file.parent.mkdir(exist_ok=True)
         if file.exists():  # recipes/evaluate.py adds these
-            record["ruler"] = json.loads(file.read_text(encoding="utf-8"))["ruler"]
+            record["ruler"] = json.loads(file.read_text(encoding="utf-8")).get("ruler", [])
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (args.output / "static_masks.json").write_text(json.dumps(static_masks(results)), encoding="utf-8")
     tables = {title: routing_table(rows) for title, rows in all_tables(results).items()}
@@ -124,24 +128,15 @@ def pair_results(results: Results, pair: str, commit: str | None) -> dict[str, A
 
 
 def set_rows(results: Results, pair: str) -> list[dict[str, Any]]:
-    """A row for each set: MSR, ESR, and NLL and accuracy of each way of running."""
-    routed = trainings(results, pair)
-    bounds = "bounds" if pair == "fa-ssa" else f"bounds-{pair}"
-    ways = {
-        "full": static_tables(results, "bounds", "full"),
-        "all_retrieval": static_tables(results, bounds, "all_retrieval"),
-        "all_sparse": static_tables(results, bounds, "all_sparse"),
-        "routed": routed,
-    }
-    if pair == "fa-ssa":
-        ways |= {way: static_tables(results, name, masks) for way, (name, masks) in WAYS.items()}
+    """A row for each set: MSR, ESR, and NLL and accuracy of each way of running that can be compared."""
+    ways = ways_of(results, pair)
+    routed = ways["routed"]
     rows = []
     for name, task in TASKS.items():
         row: dict[str, Any] = {"task": task, "set": name, "t": routed[0]["targets"][task]}
         row |= {ratio: _figure(column(routed, name, ratio)) for ratio in ("msr", "esr", "esr_last_layer")}
         for metric in ("nll", "accuracy"):
-            columns = {way: column(tables, name, metric) for way, tables in ways.items()}
-            row[metric] = {way: _figure(values) for way, values in columns.items() if values}
+            row[metric] = {way: _figure(column(tables, name, metric)) for way, tables in ways.items()}
         rows.append(row)
     return rows
 

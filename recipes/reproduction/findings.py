@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from reproduction.examples import ROBUST, SENSITIVE, TASKS
 from reproduction.jobs import REFERENCE
 from reproduction.results import Results, mean_msr
-from reproduction.tables import WAYS, column, full_attention, rise, static_tables, trainings
+from reproduction.tables import WAYS, column, full_attention, rise, trainings, ways_of
 
 
 #: The bars of FA-SSA: mean MSR of the sensitive sets, how far the robust sets' is above it, how far any set's NLL may
@@ -54,9 +54,8 @@ def bars(results: Results) -> list[dict[str, Any]]:
             bar(f"{name}: NLL over full", [rise(run, full, name) for run in routed], limit, False) for name in sets
         ]
     nll = mean(mean(column(routed, name, "nll")) for name in SENSITIVE)
-    for way, (job, masks) in WAYS.items():
-        tables = static_tables(results, job, masks)
-        if tables and way != "static_category":  # that is two masks
+    for way, tables in ways_of(results, "fa-ssa").items():
+        if way in WAYS and way != "static_category":  # that is two masks
             above = [mean(column([table], name, "nll")[0] for name in SENSITIVE) - nll for table in tables]
             rows.append(bar(f"{way}: NLL over routed, mean of the sensitive sets", above, MIN_MARGIN, True))
     return rows

@@ -24,7 +24,9 @@ def read_result(output: Path, name: str) -> dict[str, Any]:
 
 
 def read_all(output: Path) -> dict[str, dict[str, Any]]:
-    """Every result there is, by job, the most important first."""
+    """Every result there is, by job, the most important first; exits with one sentence if no job ran there."""
+    if not (output / "jobs").is_dir():
+        raise SystemExit(f"`--output` must be a folder with jobs/, as `reproduction.run` makes it, got {output}.")
     names = [job.name for job in all_jobs()]
     return {name: read_result(output, name) for name in names if result_file(output, name).exists()}
 

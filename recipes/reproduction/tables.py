@@ -20,13 +20,67 @@ WAYS = {
 
 
 def seeds_of(results: Results, pair: str) -> list[int]:
-    """Seeds with which a mode pair's adapter has been trained."""
-    return [seed for seed in SEEDS if f"{pair}-seed{seed}" in results]
+    """Seeds with which a mode pair's adapter has been trained, less those measured on more or fewer examples."""
+    runs = _trained(results, pair)
+    return [seed for seed, run in runs.items() if _other_count(run, next(iter(runs.values()))) is None]
+
+
+def _trained(results: Results, pair: str) -> dict[int, dict[str, Any]]:
+    return {seed: results[f"{pair}-seed{seed}"] for seed in SEEDS if f"{pair}-seed{seed}" in results}
 
 
 def trainings(results: Results, pair: str) -> list[dict[str, Any]]:
-    """The results of a mode pair's adapter, one a seed."""
+    """The results of a mode pair's adapter, one for each of `seeds_of`."""
     return [results[f"{pair}-seed{seed}"] for seed in seeds_of(results, pair)]
+
+
+def ways_of(results: Results, pair: str) -> dict[str, list[dict[str, Any]]]:
+    """The tables of each way of running a mode pair that can be compared with its routed adapters, and of those.
+
+    Figures of a set are means over its first examples, so a way that measured more or fewer of them is left out.
+    """
+    routed = trainings(results, pair)
+    return {
+        way: tables
+        for way, tables in _measured_ways(results, pair).items()
+        if routed and all(_other_count(table, routed[0]) is None for table in tables)
+    }
+
+
+def left_out(results: Results, pair: str) -> list[str]:
+    """A line for each way, and for each seed, that is not compared: measured on more or fewer examples."""
+    runs = _trained(results, pair)
+    if not runs:
+        return []
+    candidates = {f"routed, seed {seed}": run for seed, run in runs.items()}
+    candidates |= {way: table for way, tables in _measured_ways(results, pair).items() for table in tables}
+    first = next(iter(runs.values()))
+    counts = {what: _other_count(table, first) for what, table in candidates.items()}
+    return [
+        f"left out of {pair.upper()}: {what}, measured on {count[0]} examples and not on {count[1]}"
+        for what, count in counts.items()
+        if count is not None
+    ]
+
+
+def _measured_ways(results: Results, pair: str) -> dict[str, list[dict[str, Any]]]:
+    """The tables of each way of running a mode pair; static masks beside FA-SSA alone."""
+    bounds = "bounds" if pair == "fa-ssa" else f"bounds-{pair}"
+    ways = {
+        "full": static_tables(results, "bounds", "full"),
+        "all_retrieval": static_tables(results, bounds, "all_retrieval"),
+        "all_sparse": static_tables(results, bounds, "all_sparse"),
+        "routed": trainings(results, pair),
+    }
+    if pair == "fa-ssa":
+        ways |= {way: static_tables(results, name, masks) for way, (name, masks) in WAYS.items()}
+    return {way: tables for way, tables in ways.items() if tables}
+
+
+def _other_count(table: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Examples that each of the tables measured, of the first set of which they measured different numbers."""
+    pairs = ((row_of(table, row["set"])["n"], row["n"]) for row in first["tasks"])
+    return next((counts for counts in pairs if counts[0] != counts[1]), None)
 
 
 def full_attention(results: Results) -> dict[str, Any]:
@@ -83,14 +137,14 @@ def summaries(results: Results) -> list[dict[str, Any]]:
 
 def margins(results: Results) -> list[dict[str, Any]]:
     """A row for each way of choosing masks: by how much its NLL on each set is above routing's, means over seeds."""
-    routed = trainings(results, "fa-ssa")
-    rows = []
-    for way, (name, masks) in WAYS.items():
-        tables = static_tables(results, name, masks)
-        if tables and routed:
-            margin = {key: mean(column(tables, key, "nll")) - mean(column(routed, key, "nll")) for key in TASKS}
-            rows.append({"masks": way, **margin})
-    return rows
+    ways = ways_of(results, "fa-ssa")
+
+    def nll(way: str, name: str) -> float:
+        return mean(column(ways[way], name, "nll"))
+
+    return [
+        {"masks": way, **{name: nll(way, name) - nll("routed", name) for name in TASKS}} for way in WAYS if way in ways
+    ]
 
 
 def conditions(results: Results) -> dict[str, list[dict[str, Any]]]:

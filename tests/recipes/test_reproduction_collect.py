@@ -5,7 +5,7 @@ import re
 from statistics import stdev
 
 import pytest
-from recipes.reproduction_results import FULL, LAYERS, all_results, write_all
+from recipes.reproduction_results import FULL, LAYERS, all_results, flat, write_all
 from reproduction import collect, tables
 from reproduction.examples import TASKS
 from reproduction.jobs import REFERENCE
@@ -34,7 +34,7 @@ def test_every_way_of_running_has_its_figure(results):
     row = row_of(collect.pair_results(results, "fa-ssa", None), "sqa_pkg")
     statics = ["static_random", "static_retrieval", "static_loss", "static_learned", "static_category"]
     assert list(row["nll"]) == list(row["accuracy"]) == ["full", "all_sparse", "routed", *statics]
-    assert row["nll"]["full"] == FULL["sqa_pkg"]
+    assert row["nll"]["full"] == pytest.approx(FULL["sqa_pkg"])
     assert row["nll"]["static_learned"] == pytest.approx(FULL["sqa_pkg"] + 2 * 0.75**2)
 
 
@@ -141,3 +141,61 @@ def test_rises_compare_the_examples_that_both_measured():
         return {"tasks": [{"set": "code_stdlib", "nll": 0.0, "nll_by_example": values}]}
 
     assert tables.rise(figures([3.0, 4.0, 100.0]), figures([1.0, 1.0]), "code_stdlib") == 2.5
+
+
+# Examples of another number
+
+
+@pytest.fixture
+def unequal(results):
+    """Full attention, every head sparse and the learned masks, each measured on three examples; routed on two."""
+    ends = {"full": flat(0.0, count=3), "all_sparse": flat(1.0, count=3)}
+    learned = {"learned": {**flat(0.75, count=3), "mask": [[1, 0, 1]] * LAYERS}}
+    masks = {"bounds": ends, "masks-learned": learned}
+    return results | {name: {**results[name], "masks": of_job} for name, of_job in masks.items()}
+
+
+def test_means_over_other_examples_stay_out_of_the_rows(unequal):
+    row = row_of(collect.pair_results(unequal, "fa-ssa", None), "sqa_pkg")
+    kept = ["routed", "static_random", "static_retrieval", "static_loss", "static_category"]
+    assert list(row["nll"]) == list(row["accuracy"]) == kept
+
+
+def test_means_over_other_examples_stay_out_of_the_margins(unequal):
+    assert "static_learned" not in [row["masks"] for row in tables.margins(unequal)]
+
+
+def test_a_seed_measured_on_other_examples_stays_out_of_the_means(results):
+    other = {**results["fa-ssa-seed1"], **flat(0.5, count=3)}
+    record = collect.pair_results({**results, "fa-ssa-seed1": other}, "fa-ssa", None)
+    assert record["seeds"] == [0, 2]
+    assert row_of(record, "sqa_pkg")["msr"]["mean"] == pytest.approx(0.68)
+
+
+def test_a_line_says_what_is_left_out(unequal, tmp_path, capsys):
+    write_all(tmp_path, unequal)
+    collect.main(["--output", str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert lines == [
+        "left out of FA-SSA: full, measured on 3 examples and not on 2",
+        "left out of FA-SSA: all_sparse, measured on 3 examples and not on 2",
+        "left out of FA-SSA: static_learned, measured on 3 examples and not on 2",
+        "left out of FA-XA: full, measured on 3 examples and not on 2",
+        "left out of XA-SSA: full, measured on 3 examples and not on 2",
+    ]
+
+
+# Folders
+
+
+def test_collecting_where_no_job_ran_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="`--output` must be a folder with jobs/"):
+        collect.main(["--output", str(tmp_path)])
+
+
+def test_results_without_scores_of_ruler_are_replaced(output):
+    (output / "fa-ssa").mkdir()
+    file = output / "fa-ssa" / "results.json"
+    file.write_text("{}")
+    collect.main(["--output", str(output)])
+    assert json.loads(file.read_text())["ruler"] == []

@@ -64,6 +64,12 @@ def test_static_masks_must_be_worse_on_the_sensitive_sets(results):
     assert row["reached"] == "no"
 
 
+def test_static_masks_measured_on_other_examples_are_no_bar(results):
+    results["masks-learned"]["masks"]["learned"] = {**flat(0.75, count=3), "mask": []}
+    ways = [row["bar"].partition(":")[0] for row in findings.bars(results) if row["bar"].startswith("static")]
+    assert ways == ["static_random", "static_retrieval", "static_loss"]
+
+
 def test_two_masks_for_two_kinds_of_sets_are_no_static_baseline_of_one(results):
     assert not [row for row in findings.bars(results) if row["bar"].startswith("static_category")]
 

@@ -75,7 +75,7 @@ def training_figure(log_history: Iterable[Mapping[str, Any]], *, targets: Mappin
         The figure; `figure.savefig("training.png")` writes it.
 
     Raises:
-        ValueError: no line holds the MSR of a task.
+        ValueError: no line holds the MSR of a task; a line that is drawn has no `step`.
         ImportError: matplotlib is not installed.
     """
     lines = list(log_history)
@@ -84,16 +84,19 @@ def training_figure(log_history: Iterable[Mapping[str, Any]], *, targets: Mappin
     )
     if not tasks:
         raise ValueError("`log_history` must hold lines with the MSR of tasks, `msr/...`, got none.")
+    targets = {task: target for task, target in (targets or {}).items() if task in tasks}
     figure = _new_figure(10, 6)
     (msr, first), (loss, second) = figure.subplots(2, 2, sharex=True)
     panels = {"msr/": msr, "lambda1/": first, "lambda2/": second}
     for index, task in enumerate(tasks):
-        style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+        cycle, color = divmod(index, len(COLORS))
+        # Where colours come again, they come with other markers.
+        style = {"color": COLORS[color], "marker": MARKERS[(color + cycle) % len(MARKERS)], "markersize": 5}
         for name, ax in panels.items():
             steps, values = _series(lines, f"{name}{task}")
             ax.plot(steps, values, markevery=max(len(steps) // 8, 1), label=task.replace("_", " "), **style)
         msr.plot(*_series(lines, f"eval_msr/{task}"), mfc="none", ls="", **{**style, "markersize": 10})
-    for target in sorted({target for task, target in (targets or {}).items() if task in tasks}):
+    for target in sorted(set(targets.values())):
         msr.axhline(target, color="grey", linestyle=":")
     for index, (name, label) in enumerate({"lm_loss": "language modelling", "sparsity_loss": "sparsity"}.items()):
         loss.plot(*_series(lines, name), color=COLORS[index], ls="--" if index else "-", label=label)
@@ -131,13 +134,12 @@ def similarity_figure(similarity: Mapping[str, Any], tasks: Sequence[str]) -> Fi
         The figure; `figure.savefig("similarity.png")` writes it.
 
     Raises:
-        ValueError: matrices of other sizes than the number of tasks.
+        ValueError: no tasks; a stage is missing, or its matrix is of another size than the number of tasks.
         ImportError: matplotlib is not installed.
     """
-    matrices = {title: torch.as_tensor(similarity[stage]) for stage, title in STAGES.items()}
-    for stage, matrix in zip(STAGES, matrices.values()):
-        if matrix.shape != (len(tasks), len(tasks)):
-            raise ValueError(f"`tasks` must name the {len(matrix)} rows of {stage}, got {len(tasks)}.")
+    if not tasks:
+        raise ValueError("`tasks` must name at least one task, got none.")
+    matrices = {title: _matrix(similarity, stage, len(tasks)) for stage, title in STAGES.items()}
     side, label = max(0.36 * len(tasks), 1.5), 0.09 * max(map(len, tasks))  # inches
     figure = _new_figure(len(STAGES) * (side + 0.35) + label + 1.0, side + 0.75 * label + 0.5)
     axes = figure.subplots(1, len(STAGES), sharey=True)
@@ -145,8 +147,8 @@ def similarity_figure(similarity: Mapping[str, Any], tasks: Sequence[str]) -> Fi
         image = ax.imshow(matrix.numpy(), vmin=-1, vmax=1, cmap="PuOr")
         for row, column in torch.cartesian_prod(*2 * [torch.arange(len(tasks))]).tolist():
             value = matrix[row, column].item()
-            text = f"{value:.2f}".replace("0.", ".", 1)
-            color = "white" if abs(value) > 0.75 else "black"
+            text = f"{value:z.2f}".replace("0.", ".", 1)
+            color = _text_color(*image.to_rgba(value))
             ax.text(column, row, text, ha="center", va="center", color=color, fontsize="small")
         ax.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
         ax.set_yticks(range(len(tasks)), tasks, parse_math=False)
@@ -155,9 +157,32 @@ def similarity_figure(similarity: Mapping[str, Any], tasks: Sequence[str]) -> Fi
     return figure
 
 
+def _matrix(similarity: Mapping[str, Any], stage: str, size: int) -> torch.Tensor:
+    if stage not in similarity:
+        raise ValueError(f"`similarity` must hold {', '.join(map(repr, STAGES))}, got none of {stage!r}.")
+    try:
+        matrix = torch.as_tensor(similarity[stage])
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"`similarity[{stage!r}]` must be a matrix, got {error}.") from error
+    if matrix.shape != (size, size):
+        raise ValueError(f"`similarity[{stage!r}]` must be [{size}, {size}] as `tasks`, got {list(matrix.shape)}.")
+    return matrix
+
+
+def _text_color(red: float, green: float, blue: float, alpha: float) -> str:
+    """Black or white, whichever contrasts more with a colour over white, by WCAG 2's relative luminance."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # Black and white contrast equally with a luminance of 0.179.
+    return "black" if 1 - alpha * (1 - luminance) > 0.179 else "white"
+
+
 def _series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """The steps of the lines that hold `name`, and its values there."""
     found = [line for line in lines if name in line]
+    for line in found:
+        if "step" not in line:
+            raise ValueError(f"`log_history` must give the `step` of each line with {name!r}, got {dict(line)}.")
     return [line["step"] for line in found], [line[name] for line in found]
 
 

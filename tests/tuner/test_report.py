@@ -188,13 +188,6 @@ def test_training_shows_every_logged_figure():
     }
 
 
-def test_training_marks_the_targets_of_its_tasks_alone():
-    pytest.importorskip("matplotlib")
-    points = lines(training_figure(LOG, targets={"code": 0.9, "single_qa": 0.6}))
-    assert points["MSR, sampled; large: evaluated; dotted: targets"][-1] == [[0.0, 0.9], [1.0, 0.9]]
-    assert 0.6 not in {y for line in points["MSR, sampled; large: evaluated; dotted: targets"] for _, y in line}
-
-
 def test_training_without_tasks_is_refused():
     with pytest.raises(ValueError, match="`log_history` must hold lines with the MSR of tasks"):
         training_figure([{"step": 1, "loss": 2.0}])

@@ -98,6 +98,30 @@ def segment_of_tile(offs, tile, cu_seqlens_ptr, num_segments, BLOCK_M: tl.conste
 
 
 @triton.jit
+def segment_bounds(segment, cu_seqlens_ptr, num_segments, k_length):
+    """Where a packed segment lies: `segment, row, base, length, num_queries`, as `locate_tile` returns them.
+
+    Segment `num_segments`, that of the tiles past the last one, becomes the last one without its queries.
+    """
+    spare = segment >= num_segments
+    segment = tl.minimum(segment, num_segments - 1)
+    first = tl.load(cu_seqlens_ptr + segment).to(tl.int32)
+    length = tl.load(cu_seqlens_ptr + segment + 1).to(tl.int32) - first
+    return segment, first // k_length, first % k_length, length, tl.where(spare, 0, length)
+
+
+@triton.jit
+def row_bounds(row, start_ptr, q_length, k_length, HAS_START: tl.constexpr):
+    """Where the sequence of a row lies: `base, length, num_queries, q_base`, as `locate_tile` returns them."""
+    base = 0
+    if HAS_START:
+        base = tl.load(start_ptr + row).to(tl.int32)
+    length = k_length - base
+    num_queries = tl.minimum(q_length, length)
+    return base, length, num_queries, q_length - num_queries
+
+
+@triton.jit
 def locate_tile(
     offs, gate_ptr, start_ptr, cu_seqlens_ptr, stride_gn, stride_gh, num_sequences, num_kv_heads, q_length, k_length,
     GROUP: tl.constexpr, HAS_START: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -116,13 +140,7 @@ def locate_tile(
         sequence, tile = segment_of_tile(
             offs, tl.num_programs(0) // num_heads - 1 - pid // num_heads, cu_seqlens_ptr, num_sequences, BLOCK_M
         )
-        spare = sequence >= num_sequences
-        sequence = tl.minimum(sequence, num_sequences - 1)
-        first = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)
-        length = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int32) - first
-        row = first // k_length
-        base = first % k_length
-        num_queries = tl.where(spare, 0, length)
+        sequence, row, base, length, num_queries = segment_bounds(sequence, cu_seqlens_ptr, num_sequences, k_length)
         q_base = base
     else:
         sequence, head, tile = heavy_first_tile(
@@ -130,12 +148,7 @@ def locate_tile(
             num_kv_heads, GROUP,
         )  # fmt: skip
         row = sequence
-        base = 0
-        if HAS_START:
-            base = tl.load(start_ptr + row).to(tl.int32)
-        length = k_length - base
-        num_queries = tl.minimum(q_length, length)
-        q_base = q_length - num_queries
+        base, length, num_queries, q_base = row_bounds(row, start_ptr, q_length, k_length, HAS_START)
     return sequence, row, head, tile, base, length, num_queries, q_base
 
 

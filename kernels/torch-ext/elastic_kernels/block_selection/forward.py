@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .._launch import compute_capability, is_interpreting, multiprocessors, on_device
-from .._primitives import segment_of_tile
+from .._primitives import row_bounds, segment_of_tile
 from .configs import INTERPRETER, selection_config
 from .kept_blocks import KeptBlocks
 
@@ -66,12 +66,7 @@ def _locate(
         sequence = entry // num_heads
         tile = num_tiles - 1 - item // (num_sequences * num_heads)
         row = sequence
-        base = 0
-        if HAS_START:
-            base = tl.load(start_ptr + row).to(tl.int32)
-        length = k_length - base
-        num_queries = tl.minimum(q_length, length)
-        q_base = q_length - num_queries
+        base, length, num_queries, q_base = row_bounds(row, start_ptr, q_length, k_length, HAS_START)
     return sequence, row, head, tile, base, length, num_queries, q_base
 
 

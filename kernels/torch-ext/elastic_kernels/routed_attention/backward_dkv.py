@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .._launch import MAX_INT32, on_device
-from .._primitives import head_limits, head_mode, heavy_first_tile, segment_of_tile
+from .._primitives import head_limits, head_mode, heavy_first_tile, row_bounds, segment_bounds, segment_of_tile
 from ._backward_steps import load_rows, probabilities, seen
 from ._query_lists import query_lists
 from .configs import dkv_config
@@ -46,14 +46,8 @@ def _locate_key_tile(
         kv_head = pid % num_kv_heads
         # Programs outnumber tiles; the spare ones come last.
         sequence, tile = segment_of_tile(offs, pid // num_kv_heads, cu_seqlens_ptr, num_sequences, BLOCK_N)
-        spare = sequence >= num_sequences
-        sequence = tl.minimum(sequence, num_sequences - 1)
-        first = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)
-        length = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int32) - first
-        length = tl.where(spare, 0, length)
-        row = first // k_length
-        base = first % k_length
-        num_queries = length
+        sequence, row, base, _, num_queries = segment_bounds(sequence, cu_seqlens_ptr, num_sequences, k_length)
+        length = num_queries  # none where a program is spare
         q_base = base
     else:
         num_entries = num_sequences * num_kv_heads
@@ -67,12 +61,7 @@ def _locate_key_tile(
         )
         tile = tl.where(leads, pid // num_entries, tiles - 1 - from_last)
         row = sequence
-        base = 0
-        if HAS_START:
-            base = tl.load(start_ptr + row).to(tl.int32)
-        length = k_length - base
-        num_queries = tl.minimum(q_length, length)
-        q_base = q_length - num_queries
+        base, length, num_queries, q_base = row_bounds(row, start_ptr, q_length, k_length, HAS_START)
     return sequence, row, kv_head, tile, base, length, num_queries, q_base
 
 

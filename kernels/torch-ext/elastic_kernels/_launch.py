@@ -1,4 +1,4 @@
-"""What every launcher needs to know about the machine before it starts a kernel."""
+"""What launchers need to know before they start a kernel."""
 
 import contextlib
 import functools
@@ -46,6 +46,26 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     if tensor.device.type == "cuda":
         return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()
+
+
+def count_tiles(batch: int, length: int, block: int, cu_seqlens: torch.Tensor | None) -> int:
+    """Tiles of `block` tokens of all sequences; an upper bound for packed rows, without a look at their bounds."""
+    if cu_seqlens is None:
+        return batch * triton.cdiv(length, block)
+    return batch * length // block + cu_seqlens.numel() - 1
+
+
+def tile_constants(
+    gate: torch.Tensor, num_heads: int, start: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+) -> dict[str, int | bool]:
+    """What `locate_tile` and its like know at compile time; `gate` is `[N, Hkv]`, `num_heads` counts query heads."""
+    packed = cu_seqlens is not None
+    return {
+        "GROUP": num_heads // gate.shape[1],
+        "HAS_START": start is not None,
+        "HAS_CU_SEQLENS": packed,
+        "BLOCK_G": triton.next_power_of_2(gate.shape[0] if packed else gate.numel()),
+    }
 
 
 def empty_outputs(query: torch.Tensor, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:

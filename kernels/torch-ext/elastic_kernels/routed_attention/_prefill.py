@@ -3,9 +3,8 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from .._launch import MAX_INT32, empty_outputs, pair_modes
+from .._launch import MAX_INT32, count_tiles, empty_outputs, pair_modes, tile_constants
 from .counterfactual import launch_arguments
 
 
@@ -30,11 +29,8 @@ def prepare_prefill(
     Of `sampled` tiles only, where they are given, is anything written.
     """
     batch, num_heads, q_length, _ = query.shape
-    _, num_kv_heads, k_length, _ = key.shape
-    packed = cu_seqlens is not None
-    sequences = cu_seqlens.numel() - 1 if packed else batch
-    # Packed rows: an upper bound of the tile count, without a look at their bounds.
-    tiles = batch * q_length // block_m + sequences if packed else batch * triton.cdiv(q_length, block_m)
+    sequences, num_kv_heads = gate.shape
+    k_length = key.shape[2]
     indices = counts = None
     xa_block = list_rows = list_columns = 0
     if kept_blocks is not None:
@@ -46,7 +42,7 @@ def prepare_prefill(
     return PrefillLaunch(
         out,
         lse,
-        grid=(tiles * num_heads,),
+        grid=(count_tiles(batch, q_length, block_m, cu_seqlens) * num_heads,),
         pointers=(gate, start, cu_seqlens, indices, counts, sinks, mask, out, out if lse is None else lse),
         strides=(*gate.stride(), *out.stride()[:3], num_heads * q_length, q_length),
         sizes=(
@@ -54,15 +50,12 @@ def prepare_prefill(
             min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale,
         ),
         constants={
+            **tile_constants(gate, num_heads, start, cu_seqlens),
             "RETRIEVAL_MODE": retrieval_mode,
             "SPARSE_MODE": sparse_mode,
-            "GROUP": num_heads // num_kv_heads,
-            "HAS_START": start is not None,
-            "HAS_CU_SEQLENS": packed,
             "HAS_SINKS": sinks is not None,
             "STORE_LSE": with_lse,
             "XA_BLOCK": xa_block,
             "SAMPLE_TILE": tile,
-            "BLOCK_G": triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
         },
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from .._launch import MAX_INT32, compute_capability, is_interpreting, pair_modes
+from .._launch import MAX_INT32, compute_capability, count_tiles, is_interpreting, pair_modes, tile_constants
 from ..block_selection import KeptBlocks
 from .backward_delta import launch_delta
 from .backward_dkv import launch_dkv
@@ -25,13 +25,11 @@ class BackwardLaunch:
     sizes: tuple[int | float, ...]
     constants: dict[str, Any]
     kept_blocks: KeptBlocks | None
-    sequences: int
-    packed: bool
 
     def tiles(self, length: int, block: int) -> int:
-        """Tiles of `block` tokens of all rows; an upper bound for packed rows, without a look at their bounds."""
-        batch = self.tensors[0].shape[0]
-        return batch * length // block + self.sequences if self.packed else batch * triton.cdiv(length, block)
+        """Tiles of `block` tokens of all sequences, as `count_tiles`."""
+        _, _, cu_seqlens = self.pointers
+        return count_tiles(self.tensors[0].shape[0], length, block, cu_seqlens)
 
     def config(self, choose) -> TileConfig:
         """The tile shape that `choose` of `configs.py` gives, no larger than a kept block."""
@@ -65,10 +63,9 @@ def prepare_backward(
     scale,
 ) -> BackwardLaunch:
     """Arguments as `routed_attention`; `lse` in log2."""
-    batch, num_heads, q_length, head_dim = query.shape
-    _, num_kv_heads, k_length, _ = key.shape
-    packed = cu_seqlens is not None
-    sequences = cu_seqlens.numel() - 1 if packed else batch
+    _, num_heads, q_length, head_dim = query.shape
+    sequences, num_kv_heads = gate.shape
+    k_length = key.shape[2]
     list_rows, list_columns = (0, 0) if kept_blocks is None else kept_blocks.indices.shape[2:]
     retrieval_mode, sparse_mode = pair_modes(mode_pair)
     return BackwardLaunch(
@@ -83,21 +80,16 @@ def prepare_backward(
             min(sink_size, MAX_INT32), min(window_size, MAX_INT32), scale, 0.0 if softcap is None else softcap,
         ),
         constants={
+            **tile_constants(gate, num_heads, start, cu_seqlens),
             "RETRIEVAL_MODE": retrieval_mode,
             "SPARSE_MODE": sparse_mode,
-            "GROUP": num_heads // num_kv_heads,
             "HEAD_DIM": head_dim,
-            "HAS_START": start is not None,
-            "HAS_CU_SEQLENS": packed,
             "HAS_SOFTCAP": softcap is not None,
             "XA_BLOCK": 0 if kept_blocks is None else kept_blocks.block_size,
-            "BLOCK_G": triton.next_power_of_2(sequences if packed else sequences * num_kv_heads),
             "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         },
         kept_blocks=kept_blocks,
-        sequences=sequences,
-        packed=packed,
     )  # fmt: skip
 
 

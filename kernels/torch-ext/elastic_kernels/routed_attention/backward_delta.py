@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import on_device
+from .._launch import count_tiles, on_device, tile_constants
 from .._primitives import is_sampled, locate_tile
 from .counterfactual import launch_arguments
 
@@ -114,11 +114,10 @@ def launch_delta(grad_output, output, other, gate, *, sampled, k_length, start, 
         `delta`, float32 `[B, Hq, Q]`, not written for padded queries, and the gate's gradient in its dtype or None.
     """
     batch, num_heads, q_length, head_dim = grad_output.shape
-    num_kv_heads = gate.shape[1]
-    packed = cu_seqlens is not None
-    sequences = gate.shape[0]
+    sequences, num_kv_heads = gate.shape
     group = num_heads // num_kv_heads
-    tiles = batch * q_length // _BLOCK_M + sequences if packed else batch * triton.cdiv(q_length, _BLOCK_M)
+    constants = tile_constants(gate, num_heads, start, cu_seqlens)
+    tiles = count_tiles(batch, q_length, _BLOCK_M, cu_seqlens)
     delta = grad_output.new_empty((batch, num_heads, q_length), dtype=torch.float32)
     mask, sample_tiles, sample_tile = launch_arguments(sampled)
     sums = None if other is None else delta.new_empty((tiles, num_heads))
@@ -127,9 +126,7 @@ def launch_delta(grad_output, output, other, gate, *, sampled, k_length, start, 
             grad_output, output, other, delta, sums, gate, start, cu_seqlens, mask,
             *grad_output.stride()[:3], *output.stride()[:3], *delta.stride()[:2], *gate.stride(),
             sequences, num_kv_heads, q_length, k_length, sample_tiles,
-            GROUP=group, HEAD_DIM=head_dim, HAS_START=start is not None, HAS_CU_SEQLENS=packed,
-            HAS_OTHER=other is not None, SAMPLE_TILE=sample_tile,
-            BLOCK_G=triton.next_power_of_2(sequences if packed else gate.numel()),
+            **constants, HEAD_DIM=head_dim, HAS_OTHER=other is not None, SAMPLE_TILE=sample_tile,
             BLOCK_M=_BLOCK_M, BLOCK_D=max(triton.next_power_of_2(head_dim), 16), num_warps=4,
         )  # fmt: skip
         if other is None:
@@ -137,7 +134,7 @@ def launch_delta(grad_output, output, other, gate, *, sampled, k_length, start, 
         grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
         _routed_attention_bwd_gate_kernel[(gate.numel(),)](
             sums, gate, grad_gate, cu_seqlens, *gate.stride(), sequences, num_kv_heads, q_length,
-            1 if sampled is None else sampled.weight, GROUP=group, HAS_CU_SEQLENS=packed,
+            1 if sampled is None else sampled.weight, GROUP=group, HAS_CU_SEQLENS=cu_seqlens is not None,
             BLOCK_S=triton.next_power_of_2(sequences), BLOCK_H=triton.next_power_of_2(group),
             BLOCK_M=_BLOCK_M, BLOCK_T=_BLOCK_T, num_warps=4,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from .context import RoutingRecord
 from .report_figures import DPI, routing_png, similarity_figure, training_figure
-from .report_page import cell_text, html_page, html_picture, html_table
+from .report_page import html_page, html_picture, html_table, table_cells
 
 
 __all__ = [
@@ -42,10 +42,7 @@ def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         ValueError: there are no rows.
     """
-    if not rows:
-        raise ValueError("`rows` must hold at least one row, got none.")
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[cell_text(row.get(name)) for name in columns] for row in rows]
+    columns, cells = table_cells(rows)
     widths = [max(map(len, column)) for column in zip(columns, *cells)]
     numeric = [all(isinstance(row.get(name), int | float | None) for row in rows) for name in columns]
 

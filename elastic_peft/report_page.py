@@ -39,7 +39,12 @@ def html_page(title: str, parts: Iterable[str]) -> str:
 
     Returns:
         HTML.
+
+    Raises:
+        ValueError: `parts` is a text.
     """
+    if isinstance(parts, str):  # it would be taken letter by letter
+        raise ValueError(f"`parts` must be a sequence of texts, got the text {parts[:40]!r}.")
     return PAGE.format(title=html.escape(title), body="\n".join(parts))
 
 
@@ -47,17 +52,20 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table of `routing_table` in HTML.
 
     Args:
-        rows: column name to value, at least one row.
+        rows: column name to value.
 
     Returns:
         HTML.
+
+    Raises:
+        ValueError: there are no rows.
     """
 
     def line(tag, values):
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [line("th", columns), *(line("td", (cell_text(row.get(name)) for name in columns)) for row in rows)]
+    columns, cells = table_cells(rows)
+    lines = [line("th", columns), *(line("td", values) for values in cells)]
     return "<div><table>\n" + "\n".join(lines) + "\n</table></div>"
 
 
@@ -77,7 +85,19 @@ def html_picture(png: bytes, caption: str) -> str:
     )
 
 
-def cell_text(value: Any) -> str:
+def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The names of a table's columns, in the order in which the rows first name them, and each row's texts.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("`rows` must hold at least one row, got none.")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[_cell_text(row.get(name)) for name in columns] for row in rows]
+
+
+def _cell_text(value: Any) -> str:
     """A value in a table: floats with three decimals, a dash for `None`."""
     if value is None:
         return "-"

@@ -5,6 +5,8 @@ import torch
 
 from elastic_peft import last_routing
 from elastic_peft.report import (
+    html_page,
+    html_table,
     layer_rows,
     routing_html,
     routing_png,
@@ -34,9 +36,15 @@ def test_table_shows_a_missing_value_as_a_dash():
     ]
 
 
-def test_table_without_rows_is_refused():
-    with pytest.raises(ValueError, match="`rows` must hold at least one row"):
-        routing_table([])
+@pytest.mark.parametrize("table", [routing_table, html_table], ids=lambda function: function.__name__)
+def test_table_without_rows_is_refused(table):
+    with pytest.raises(ValueError, match="`rows` must hold at least one row, got none"):
+        table([])
+
+
+def test_page_of_one_text_is_refused():
+    with pytest.raises(ValueError, match="`parts` must be a sequence of texts, got the text '<p>routed</p>'"):
+        html_page("Routing", "<p>routed</p>")
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(4, 2), (1, 1), (36, 8)], ids=["4x2", "1x1", "36x8"])

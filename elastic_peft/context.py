@@ -152,7 +152,7 @@ class ForwardState:
         counterfactual_noise: layer index to noise `[N, H, strata]`, when sampling at a fraction below 1.
         forced: layer index to bool `[N or 1, H]`, when decisions are given.
         record: the record that this pass fills.
-        pooled: layer index to pooled keys, filled while standardisation is calibrated.
+        pooled: layer index to pooled keys, filled inside `elastic_peft.similarity.pooled_keys`.
         keeps_keys: whether the cache must hold every token.
     """
 
@@ -184,7 +184,7 @@ class DecoderScope:
         self.prompt_end: int | None = None
         #: Whether the running `generate` may take back more tokens than a freed cache can.
         self.keeps_keys = False
-        #: Layer index to pooled keys of the last forward pass, while standardisation is calibrated.
+        #: Layer index to pooled keys of the last forward pass, inside `elastic_peft.similarity.pooled_keys`.
         self.pooled: dict[int, torch.Tensor] | None = None
         self.record: RoutingRecord | None = None
 

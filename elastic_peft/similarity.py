@@ -47,12 +47,19 @@ def task_similarity(model: nn.Module, pooled: Mapping[str, Mapping[int, torch.Te
         them, standardised, and `"task_mlp"` of the Task MLP's output.
 
     Raises:
-        ValueError: no tasks, or `model` has no ELASTIC adapter.
+        ValueError: no tasks, or one without prompts; `model` has no active ELASTIC adapter.
     """
     if not pooled:
         raise ValueError("`pooled` must hold at least one task, got none.")
+    routers = active_routers(routed_decoder(model))
+    if not routers:
+        raise ValueError("`model` must have an active adapter, got one whose adapters are disabled.")
+    for task, by_layer in pooled.items():
+        missing = [router.layer.index for router in routers if not len(by_layer.get(router.layer.index, ()))]
+        if missing:
+            raise ValueError(f"`pooled[{task!r}]` must hold keys of a prompt, got none in layer {missing[0]}.")
     similarities: dict[str, list[torch.Tensor]] = {"keys": [], "input": [], "task_mlp": []}
-    for router in active_routers(routed_decoder(model)):
+    for router in routers:
         by_task = [keys[router.layer.index] for keys in pooled.values()]
         keys = torch.cat(by_task)  # [N, H, head_dim]
         seen = keys if router.standardizer is None else router.standardizer(keys)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .context import RoutingTape, decoder_scope, evaluation_mode, forced_routing, routed_decoder
+from .context import RoutingTape, evaluation_mode, forced_routing, routed_decoder
 from .hooks import active_routers
 from .router import InputStandardizer
+from .similarity import pooled_keys
 
 
 @torch.no_grad()
@@ -34,7 +35,7 @@ def calibrate_standardization(model: nn.Module, batches: Iterable[dict[str, Any]
     if not standardizers:
         raise ValueError("`model` must have an active adapter with `standardize_input=True`, got one without.")
     moments: dict[int, torch.Tensor] = {}
-    for pooled_by_layer in _pooled_keys(model, batches):
+    for pooled_by_layer in _retrieval_keys(model, batches):
         for index in standardizers:
             pooled = pooled_by_layer[index].double()  # [sequences, H, head_dim]
             count = pooled.new_full(pooled.shape[1:], pooled.shape[0])
@@ -65,20 +66,15 @@ def _standardizers(model: nn.Module) -> dict[int, InputStandardizer]:
     return {r.layer.index: r.standardizer for r in routers if r.standardizer is not None}
 
 
-def _pooled_keys(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Iterator[dict[int, torch.Tensor]]:
+def _retrieval_keys(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Iterator[dict[int, torch.Tensor]]:
     """Each batch's pooled keys by layer, `[sequences, H, head_dim]`, with every head in retrieval mode."""
-    scope = decoder_scope(routed_decoder(model))
-    try:
-        with evaluation_mode(model), forced_routing(model, "retrieval"):
-            for batch in batches:
-                tape = RoutingTape()
-                scope.pooled = {}
-                model(**batch, elastic_tape=tape)
-                assert tape.lengths is not None
-                valid = tape.lengths > 0
-                yield {index: pooled[valid.to(pooled.device)] for index, pooled in scope.pooled.items()}
-    finally:
-        scope.pooled = None
+    with evaluation_mode(model), forced_routing(model, "retrieval"), pooled_keys(model) as pooled:
+        for batch in batches:
+            tape = RoutingTape()
+            model(**batch, elastic_tape=tape)
+            assert tape.lengths is not None
+            valid = tape.lengths > 0
+            yield {index: keys[valid.to(keys.device)] for index, keys in pooled.items()}
 
 
 def is_calibrated(model: nn.Module) -> bool:

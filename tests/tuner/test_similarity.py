@@ -5,6 +5,7 @@ import torch
 
 from elastic_peft.report import similarity_figure
 from elastic_peft.similarity import pooled_keys, task_similarity
+from elastic_peft.standardization import calibrate_standardization
 
 
 @pytest.fixture
@@ -27,6 +28,15 @@ def test_pooled_keys_are_the_routers_own(model):
     assert len(pooled[0]) == 2, "a pass outside must not be collected"
 
 
+def test_pooled_keys_are_collected_after_a_calibration_too(model):
+    prompts = torch.randint(96, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), pooled_keys(model) as pooled:
+        calibrate_standardization(model, [{"input_ids": prompts}])
+        assert not pooled, "a calibration collects for itself"
+        model(prompts)
+    assert len(pooled[0]) == 3
+
+
 def test_similarity_is_the_mean_cosine_of_the_tasks_mean_keys(model):
     pooled = {"qa": pool(model, 0, 1), "code": pool(model, 2, 3, 4)}
     expected = [
@@ -45,6 +55,25 @@ def test_the_router_input_is_standardised(model):
 def test_similarity_of_no_tasks_is_refused(model):
     with pytest.raises(ValueError, match="`pooled` must hold at least one task"):
         task_similarity(model, {})
+
+
+@pytest.mark.parametrize(
+    ("keys", "layer"),
+    [({}, 0), ({0: torch.ones(1, 2, 16)}, 1), ({0: torch.ones(1, 2, 16), 1: torch.ones(0, 2, 16)}, 1)],
+    ids=["no-pass", "one-layer", "no-prompt"],
+)
+def test_similarity_of_a_task_without_prompts_is_refused(model, keys, layer):
+    with pytest.raises(ValueError, match=rf"`pooled\['code'\]` must hold keys of a prompt, got none in layer {layer}"):
+        task_similarity(model, {"qa": pool(model, 0), "code": keys})
+
+
+def test_similarity_of_a_disabled_adapter_is_refused(model):
+    pooled = {"qa": pool(model, 0)}
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="`model` must have an active adapter, got one whose"),
+    ):
+        task_similarity(model, pooled)
 
 
 def test_similarity_picture_shows_every_stage():

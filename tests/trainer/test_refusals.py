@@ -105,7 +105,7 @@ def test_loading_on_one_process_for_all_is_refused():
     plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
     accelerator = SimpleNamespace(parallelism_config=None, state=SimpleNamespace(fsdp_plugin=plugin))
     run = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(n_gpu=1))
-    with pytest.raises(ValueError, match="`fsdp_cpu_ram_efficient_loading` must be False: .*, got True"):
+    with pytest.raises(ValueError, match=r"`fsdp_cpu_ram_efficient_loading` must be False: .*, got True"):
         _check_setup(run)
 
 

@@ -4,7 +4,8 @@
     python -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output ../out/reproduction
 
 Each job writes `jobs/{name}.json`, and each training `adapters/{name}/`; a job whose JSON is there is not run again.
-A job that fails leaves `failed/{name}.txt`, and is tried again the next time.
+A job that fails leaves `failed/{name}.txt`, is tried again the next time, and makes the exit status 1. Results that
+another recipe made are not mixed with new ones: nothing starts beside them.
 """
 
 import argparse
@@ -40,17 +41,33 @@ STEP_GUESS = 0.3
 def main(arguments: list[str] | None = None) -> None:
     """Starts the workers and waits for them; see the module's description and `--help`."""
     args = _parse(arguments)
-    for folder in ("jobs", "failed", "adapters"):
-        (args.output / folder).mkdir(parents=True, exist_ok=True)
-    if args.deadline is not None:
-        work(_workplace(args), _chosen(args.only), args.deadline)
-        return
+    jobs = _chosen(args.only)
+    place = _workplace(args)
+    if args.deadline is not None:  # this is a worker
+        sys.exit(work(place, jobs, args.deadline) > 0)
+    refuse_other_recipes(place, jobs)
     shutil.rmtree(args.output / "claims", ignore_errors=True)
-    (args.output / "claims").mkdir()
+    for folder in ("jobs", "failed", "adapters", "claims"):
+        (args.output / folder).mkdir(parents=True, exist_ok=True)
     deadline = time.time() + args.budget_seconds
     command = [sys.executable, "-m", "reproduction.run", *(arguments or sys.argv[1:]), "--deadline", str(deadline)]
     workers = [subprocess.Popen(command, env=environment) for environment in _environments(args)]
-    sys.exit(max(worker.wait() for worker in workers))
+    statuses = [worker.wait() for worker in workers]
+    sys.exit(any(statuses))
+
+
+def refuse_other_recipes(place: Workplace, jobs: Sequence[Job]) -> None:
+    """Exits with one sentence if a result of the jobs, or one that they read, was made by another recipe."""
+    names = {name for job in jobs for name in (job.name, *job.needs)}
+    files = [
+        str(result_file(place.output, job.name))
+        for job in all_jobs()
+        if job.name in names
+        and result_file(place.output, job.name).exists()
+        and read_result(place.output, job.name).get("recipe") != place.recipe(job)._asdict()
+    ]
+    if files:
+        raise SystemExit(f"Another recipe made {', '.join(files)}; remove them or take another folder.")
 
 
 def _environments(args: argparse.Namespace) -> list[dict[str, str]]:
@@ -62,14 +79,18 @@ def _environments(args: argparse.Namespace) -> list[dict[str, str]]:
     return [os.environ | {"CUDA_VISIBLE_DEVICES": visible[worker % count]} for worker in range(args.workers)]
 
 
-def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> None:
+def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> int:
     """Takes jobs until none is left that can start before the deadline.
 
     Args:
         place: where they run.
         jobs: in the order of importance.
         deadline: as `time.time()` counts.
+
+    Returns:
+        How many jobs failed.
     """
+    failed = 0
     while (job := _next(place, jobs, deadline)) is not None:
         if isinstance(job, float):
             time.sleep(job)
@@ -80,15 +101,18 @@ def work(place: Workplace, jobs: Sequence[Job], deadline: float) -> None:
         if place.device != "cpu":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(place.device)
+        head = {"job": asdict(job), "recipe": place.recipe(job)._asdict()}
         try:
             result = run_job(job, place)
         except Exception:
             (place.output / "failed" / f"{job.name}.txt").write_text(traceback.format_exc(), encoding="utf-8")
             print(f"{job.name}: failed\n{traceback.format_exc()}", flush=True)
+            failed += 1
             continue
         seconds = time.time() - started
-        write_result(place.output, job.name, {"job": asdict(job), "seconds": seconds, **_machine(place), **result})
+        write_result(place.output, job.name, {**head, "seconds": seconds, **_machine(place), **result})
         print(f"{job.name}: {seconds:.0f} s", flush=True)
+    return failed
 
 
 def _next(place: Workplace, jobs: Sequence[Job], deadline: float) -> Job | float | None:
@@ -186,7 +210,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=100, help="evaluation examples of each set (default 100)")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of a measured batch (default 8)")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.workers < 1:
+        raise SystemExit(f"`--workers` must be at least 1, got {args.workers}.")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SystemExit(f"`--device` must be cpu where there is no GPU, got {args.device}.")
+    if not args.model.is_dir():
+        raise SystemExit(f"`--model` must be a folder, got {args.model}.")
+    if not args.data.is_file():
+        raise SystemExit(f"`--data` must be a file, got {args.data}.")
+    return args
 
 
 if __name__ == "__main__":

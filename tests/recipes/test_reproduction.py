@@ -247,10 +247,95 @@ def test_a_failure_is_kept_and_the_next_job_runs(elsewhere, monkeypatch):
         return {"log": [{"step": 1}]}
 
     monkeypatch.setattr(run, "run_job", fail_first)
-    run.work(elsewhere, [JOB, Job("other", "train")], LATER)
+    assert run.work(elsewhere, [JOB, Job("other", "train")], LATER) == 1
     assert ran == ["first", "other"]
     assert "no luck" in (elsewhere.output / "failed" / "first.txt").read_text()
     assert (elsewhere.output / "jobs" / "other.json").exists()
+
+
+def test_a_result_holds_the_recipe_that_ran(elsewhere, monkeypatch):
+    monkeypatch.setattr(run, "run_job", lambda job, place: {"log": [{"step": 1}]})
+    run.work(elsewhere, [Job("first", "train", config={"window_size": 16}, arguments={"max_steps": 9})], LATER)
+    recipe = json.loads((elsewhere.output / "jobs" / "first.json").read_text())["recipe"]
+    assert list(recipe) == ["config", "arguments"]
+    assert (recipe["config"]["sink_size"], recipe["config"]["window_size"]) == (4, 16)
+    assert (recipe["arguments"]["calibration_batches"], recipe["arguments"]["max_steps"]) == (1, 9)
+
+
+# The command
+
+
+def options(place, *more):
+    folders = ("--model", str(place.model), "--data", str(place.data), "--output", str(place.output))
+    return [*folders, "--device", "cpu", *more]
+
+
+@pytest.fixture
+def no_worker(monkeypatch):
+    """Fails the test if a worker is started."""
+
+    def start(*args, **kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(run.subprocess, "Popen", start)
+
+
+def write_made_by(place, name, recipe):
+    write_result(place.output, name, {"job": asdict(JOBS[name]), **recipe})
+
+
+OTHER = {"recipe": {"config": {"window_size": 7}, "arguments": {}}}
+
+
+@pytest.mark.parametrize("recipe", [OTHER, {}], ids=["another", "none"])
+@pytest.mark.parametrize("chosen", [REFERENCE, "masks-random"], ids=["chosen", "read by the chosen"])
+def test_nothing_starts_beside_results_of_another_recipe(elsewhere, no_worker, recipe, chosen):
+    write_made_by(elsewhere, REFERENCE, recipe)
+    with pytest.raises(SystemExit, match=f"Another recipe made .*{REFERENCE}.json; remove them"):
+        run.main(options(elsewhere, "--only", chosen))
+
+
+def test_results_of_another_recipe_that_no_chosen_job_reads_do_not_matter(elsewhere):
+    write_made_by(elsewhere, "masks-random", OTHER)
+    run.refuse_other_recipes(elsewhere, [JOBS["bounds"]])
+
+
+def test_results_of_the_same_recipe_are_kept(elsewhere):
+    write_made_by(elsewhere, "bounds", {"recipe": elsewhere.recipe(JOBS["bounds"])._asdict()})
+    run.refuse_other_recipes(elsewhere, [JOBS["bounds"]])
+
+
+@pytest.mark.parametrize(("statuses", "expected"), [((0, 0), 0), ((0, 1), 1), ((-9, 0), 1)], ids=str)
+def test_the_exit_status_says_whether_a_worker_failed(elsewhere, monkeypatch, statuses, expected):
+    left = list(statuses)
+
+    class Worker:
+        def __init__(self, *args, **kwargs):
+            self.status = left.pop(0)
+
+        def wait(self):
+            return self.status
+
+    monkeypatch.setattr(run.subprocess, "Popen", Worker)
+    with pytest.raises(SystemExit) as stopped:
+        run.main(options(elsewhere, "--workers", "2"))
+    assert stopped.value.code == expected
+
+
+def test_a_worker_whose_job_failed_exits_with_1(elsewhere, monkeypatch):
+    monkeypatch.setattr(run, "work", lambda *args: 1)
+    with pytest.raises(SystemExit) as stopped:
+        run.main(options(elsewhere, "--deadline", "0"))
+    assert stopped.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--workers", "0"), ("--device", "cuda"), ("--model", "nowhere"), ("--data", "nowhere.npz")]
+)
+def test_what_cannot_run_is_refused_before_it_starts(elsewhere, no_worker, monkeypatch, option, value):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=f"`{option}` must be .*, got {value}"):
+        run.main(options(elsewhere, option, value))
 
 
 def test_every_job_has_a_name_of_its_own_and_needs_only_earlier_ones():

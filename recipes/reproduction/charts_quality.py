@@ -1,6 +1,5 @@
 """Pictures of what sparsity costs: routing beside static masks, other pool sizes, other trades."""
 
-import re
 from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
@@ -25,7 +24,7 @@ from reproduction.findings import MAX_ROBUST, MAX_SENSITIVE, MIN_APART, MIN_MSR
 from reproduction.jobs import REFERENCE, all_jobs
 from reproduction.recipe import RECIPES, read_recipe
 from reproduction.results import Results, mean_msr
-from reproduction.tables import WAYS, full_attention, rise, row_of, static_tables, trade, trainings
+from reproduction.tables import WAYS, full_attention, rise, row_of, settings, static_tables, trade, trainings
 
 
 #: Job to the tokens that it pools at each end of a prompt, "all" where it pools everything.
@@ -122,15 +121,17 @@ def pools(results: Results) -> Figure:
 
 
 def trades(results: Results) -> Figure:
-    """Trainings with other settings than the recipe's, one mark a training; shaded: what is asked."""
+    """The recipe's trainings, red, and those with other settings, one mark a training; shaded: what is asked."""
     full = full_attention(results)
-    settings: dict[str, list[dict[str, float]]] = {}
+    kinds: dict[tuple[str, str], list[dict[str, float]]] = {}
     for name, result in results.items():
         if name.startswith(("fa-ssa-seed", "trade-")) and "tasks" in result:
-            setting = re.sub(r"-seed\d+$", "", name).removeprefix("trade-")
-            settings.setdefault("the recipe" if setting == "fa-ssa" else setting, []).append(trade(result, full))
+            color = RED if name.startswith("fa-ssa") else BLUE
+            label = ", ".join(str(value) for value in settings(result).values() if value is not None)
+            kinds.setdefault((label, color), []).append(trade(result, full))
     figure = new_figure(10, 8)
     top, bottom = figure.subplots(2, 1)
+    names = "window, pool, t robust,\nsteps, answer tokens,\nmultiplier lr, counterfactual"
     panels = (
         (top, "MSR sensitive", "worst rise, sensitive", (MIN_MSR, MAX_SENSITIVE), "Sensitive sets: mean MSR"),
         (
@@ -141,15 +142,16 @@ def trades(results: Results) -> Figure:
             "Robust sets: mean MSR less the sensitive sets'",
         ),
     )
-    for ax, x, y, corner, label in panels:
-        for number, (setting, rows) in enumerate(settings.items(), 1):
-            color, size = RED if setting == "the recipe" else BLUE, 5 + 2 * len(str(number))
-            style = {"marker": f"${number}$", "markersize": size, "color": color, "label": setting, "ls": ""}
+    for ax, x, y, corner, x_label in panels:
+        for number, ((label, color), rows) in enumerate(kinds.items(), 1):
+            size = 5 + 2 * len(str(number))
+            style = {"marker": f"${number}$", "markersize": size, "color": color, "label": label, "ls": ""}
             ax.plot([row[x] for row in rows], [row[y] for row in rows], **style)
         logarithmic_rise(ax, "y")
         _shade(ax, *corner)
-        finish(ax, label, f"{RISE},\nworst of these sets")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+        finish(ax, x_label, f"{RISE},\nworst of these sets")
+    handles = top.get_legend_handles_labels()
+    figure.legend(*handles, title=names, title_fontsize="small", loc="outside right upper", fontsize="small")
     return figure
 
 

@@ -123,8 +123,23 @@ def trade(table: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, float]
     }
 
 
+def settings(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What trainings differ in; targets of the robust sets are one number, or one for each set."""
+    config, arguments = result["recipe"]["config"], result["recipe"]["arguments"]
+    targets = [f"{config['t_values'][TASKS[name]]:g}" for name in ROBUST]
+    return {
+        "window": config["window_size"],
+        "pool": config["pool_size"] or "all",
+        "t robust": targets[0] if len(set(targets)) == 1 else "/".join(targets),
+        "steps": arguments["max_steps"],
+        "answer tokens": result["job"]["answer_tokens"] or "all",
+        "multiplier lr": f"{arguments['multiplier_learning_rate']:g}",
+        "counterfactual": arguments.get("counterfactual_fraction"),
+    }
+
+
 def summaries(results: Results) -> list[dict[str, Any]]:
-    """A line for each routed training."""
+    """A line for each routed training: its settings, and how it came out."""
     if "bounds" not in results:
         return []
     routed = {
@@ -132,7 +147,8 @@ def summaries(results: Results) -> list[dict[str, Any]]:
         for name, result in results.items()
         if result["job"]["kind"] == "train" and not result["job"]["is_blind"]
     }
-    return [{"training": name, **trade(result, full_attention(results))} for name, result in routed.items()]
+    full = full_attention(results)
+    return [{"training": name, **settings(result), **trade(result, full)} for name, result in routed.items()]
 
 
 def margins(results: Results) -> list[dict[str, Any]]:

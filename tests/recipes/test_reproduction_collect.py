@@ -55,6 +55,23 @@ def test_summaries_tell_both_categories_apart(results):
     assert row["worst rise, robust"] == pytest.approx(2 * 0.83**2 - 0.8)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (REFERENCE, {"window": 512, "pool": 75, "t robust": "0.9", "steps": 450, "multiplier lr": "0.01"}),
+        ("trade-window256-seed0", {"window": 256, "pool": 100, "t robust": "1", "answer tokens": "all"}),
+        ("trade-code0.85-answer32-seed0", {"t robust": "1/0.85/1", "answer tokens": 32, "counterfactual": None}),
+        ("trade-gentle-answer32-seed0", {"multiplier lr": "0.005"}),
+        ("trade-counterfactual0.25", {"counterfactual": 0.25}),
+        ("ablation-pool-all", {"pool": "all"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_summaries_say_what_a_training_changed(results, name, expected):
+    row = next(row for row in tables.summaries(results) if row["training"] == name)
+    assert {setting: row[setting] for setting in expected} == expected
+
+
 def test_static_gates_are_no_routed_training(results):
     assert not any("static" in row["training"] for row in tables.summaries(results))
 

@@ -88,6 +88,13 @@ def test_trades_show_every_training_in_both_panels(results):
         assert sum(len(line.get_xdata()) for line in labelled) == count
 
 
+def test_trades_are_labelled_with_their_settings(results):
+    labels = [text.get_text() for text in draw(results, "trades").legends[0].get_texts()]
+    assert labels[0] == "512, 75, 0.9, 450, 32, 0.01"
+    assert "256, 100, 1, 300, all, 0.01, 0.25" in labels
+    assert len(labels) == len(set(labels))
+
+
 def test_router_latency_shows_the_measured_times(results):
     (ax,) = router_latency(results).axes
     assert max(y for _, y in points(ax, "fused kernel")) < min(y for _, y in points(ax, "plain torch in a CUDA graph"))

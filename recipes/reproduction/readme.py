@@ -3,7 +3,8 @@
     cd recipes
     python -m reproduction.readme
 
-The text goes between two comments in README.md, the picture to hub_cards/reproduction.svg.
+The text goes between two comments in README.md, the picture, where full attention was measured on the same examples,
+to hub_cards/reproduction.svg.
 """
 
 import argparse
@@ -35,7 +36,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "hub_cards"
 PICTURE = CARDS / "reproduction.svg"
 BEGIN, END = "<!-- made by recipes/reproduction/readme.py -->", "<!-- end of what readme.py makes -->"
-PICTURE_TEXT = "MSR of each set, and answer NLL above full attention when routed and with static choices of heads"
+PICTURE_TEXT = "MSR of each set, and answer NLL above full attention when routed"
+#: Way of running to its column.
+COLUMNS = {"full": "every head full", "all_sparse": "every head sparse", "routed": "routed"}
+CHOSEN = "The recipe was chosen, among the jobs `trade-*`, on the same evaluation prompts that judge it here."
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -43,15 +47,22 @@ def main(arguments: list[str] | None = None) -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
         arguments
     )
-    records = read_records(CARDS)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"README.md must hold the lines {BEGIN} and {END}, got none.")
-    before, _, after = text.partition(BEGIN)
-    after = after.partition(END)[2]
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise SystemExit(f"README.md must hold the lines {BEGIN} and {END} once each, in this order.")
+    records = read_records(CARDS)
+    if "fa-ssa" not in records:
+        raise SystemExit(
+            f"{CARDS / 'smollm2-135m-fa-ssa'} must hold results.json, as `reproduction.collect` writes it."
+        )
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
     readme.write_text(f"{before}{BEGIN}\n\n{section(records)}\n\n{END}{after}", encoding="utf-8")
-    write_picture(records["fa-ssa"], PICTURE)
+    if "full" in records["fa-ssa"]["ways"]:
+        write_picture(records["fa-ssa"], PICTURE)
+    else:
+        PICTURE.unlink(missing_ok=True)
 
 
 def read_records(cards: Path) -> dict[str, dict[str, Any]]:
@@ -67,13 +78,20 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
     means = (
         f"means over {seeds} training seeds, \N{PLUS-MINUS SIGN} one standard deviation" if seeds > 1 else "one seed"
     )
+    statics = sum(way in record["ways"] for way in ONE_MASK)
+    best = (
+        f" Best static: for each set the best of {statics} {'ways' if statics > 1 else 'way'} to choose the same "
+        "heads for every prompt, as many as the routers make sparse on average."
+    )
     parts = [
         f"SmolLM2-135M-Instruct, FA-SSA, {record['examples']} held-out prompts of each set; NLL in nats per answer "
-        f"token, {means}. Best static: for each set the best of {len(ONE_MASK)} ways to choose the same heads for "
-        "every prompt, as many as the routers make sparse on average:",
+        f"token, {means}.{best if statics else ''} {CHOSEN}",
         _table([_main_row(row) for row in record["tasks"]]),
-        f"![{PICTURE_TEXT}](hub_cards/{PICTURE.name})",
     ]
+    if "full" in record["ways"]:
+        parts.append(
+            f"![{PICTURE_TEXT}{' and with static choices of heads' if statics else ''}](hub_cards/{PICTURE.name})"
+        )
     if others := {pair: other for pair, other in records.items() if pair != "fa-ssa"}:
         parts += ["The other mode pairs:", _table(_other_rows(others))]
     if record["generalisation"]:
@@ -94,27 +112,22 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _main_row(row: Mapping[str, Any]) -> dict[str, str]:
     nll = row["nll"]
-    best = min((way for way in ONE_MASK if way in nll), key=lambda way: _mean(nll[way]), default=None)
-    name = best and best.removeprefix("static_")
-    return {
-        "set": LABELS[row["set"]],
-        "MSR": _text(row["msr"]),
-        "every head full": _text(nll["full"]),
-        "every head sparse": _text(nll["all_sparse"]),
-        "routed": _text(nll["routed"]),
-        "best static": f"{_mean(nll[best]):.2f}, {name}" if best else "",
-    }
+    cells = {"set": LABELS[row["set"]], "MSR": _text(row["msr"])}
+    cells |= {title: _text(nll[way]) for way, title in COLUMNS.items() if way in nll}
+    if statics := [way for way in ONE_MASK if way in nll]:
+        best = min(statics, key=lambda way: _mean(nll[way]))
+        cells["best static"] = f"{_mean(nll[best]):.2f}, {best.removeprefix('static_')}"
+    return cells
 
 
 def _other_rows(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = [{"set": LABELS[row["set"]]} for row in next(iter(records.values()))["tasks"]]
     for pair, record in records.items():
         for line, row in zip(rows, record["tasks"], strict=True):
-            line |= {
-                f"{pair.upper()}: MSR": _text(row["msr"]),
-                f"{pair.upper()}: every head sparse": _text(row["nll"]["all_sparse"]),
-                f"{pair.upper()}: routed": _text(row["nll"]["routed"]),
-            }
+            line[f"{pair.upper()}: MSR"] = _text(row["msr"])
+            for way in ("all_sparse", "routed"):
+                if way in row["nll"]:
+                    line[f"{pair.upper()}: {COLUMNS[way]}"] = _text(row["nll"][way])
     return rows
 
 
@@ -166,7 +179,8 @@ def overview(record: Mapping[str, Any]) -> Figure:
     set_rows(left, names)
     logarithmic_rise(right, "x")
     finish(left, MSR, title="How sparse each set runs")
-    finish(right, RISE, title="What routing costs, and as many static heads")
+    has_statics = any(way != "routed" for way in ways)
+    finish(right, RISE, title=f"What routing costs{', and as many static heads' if has_statics else ''}")
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     return figure
 

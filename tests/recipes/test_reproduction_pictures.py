@@ -156,12 +156,58 @@ def test_the_command_replaces_what_lies_between_the_marks(records, tmp_path, mon
     assert (tmp_path / "reproduction.svg").read_text().startswith("<?xml")
 
 
-def test_a_readme_without_marks_is_left_alone(records, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "marks",
+    [(), (readme.END, readme.BEGIN), (readme.BEGIN, readme.END) * 2, (readme.BEGIN, readme.END, readme.END)],
+    ids=["none", "wrong order", "doubled", "two ends"],
+)
+def test_a_readme_whose_marks_are_wrong_is_left_alone(tmp_path, monkeypatch, marks):
     monkeypatch.setattr(readme, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("text\n")
-    with pytest.raises(SystemExit, match="must hold the lines"):
+    text = "\n".join(["text", *marks, "text"])
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(SystemExit, match=r"must hold the lines .* once each, in this order"):
         readme.main([])
-    assert (tmp_path / "README.md").read_text() == "text\n"
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_without_results_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "CARDS", tmp_path)
+    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\nold\n{readme.END}\n")
+    with pytest.raises(SystemExit, match="smollm2-135m-fa-ssa must hold"):
+        readme.main([])
+    assert (tmp_path / "README.md").read_text() == f"{readme.BEGIN}\nold\n{readme.END}\n"
+
+
+def without(record, gone):
+    """A record in which ways of running were not measured."""
+    tasks = [
+        {**row, "nll": {way: nll for way, nll in row["nll"].items() if way not in gone}} for row in record["tasks"]
+    ]
+    ways = {way: what for way, what in record["ways"].items() if way not in gone}
+    return {**record, "tasks": tasks, "ways": ways}
+
+
+def test_the_section_has_no_word_of_static_masks_that_were_not_measured(records):
+    statics = [way for way in records["fa-ssa"]["ways"] if way.startswith("static")]
+    record = without(records["fa-ssa"], statics)
+    assert "static" not in readme.section({"fa-ssa": record})
+    assert "static" not in readme.overview(record).axes[1].get_title(loc="left")
+
+
+def test_the_section_counts_the_static_ways_that_were_measured(records):
+    text = readme.section({"fa-ssa": without(records["fa-ssa"], ["static_loss", "static_random"])})
+    assert "the best of 2 ways" in text
+
+
+def test_the_section_has_no_column_and_picture_of_full_attention_that_was_left_out(records):
+    text = readme.section({"fa-ssa": without(records["fa-ssa"], ["full"])})
+    assert "| set | MSR | every head sparse | routed | best static |" in text
+    assert "reproduction.svg" not in text
+
+
+def test_the_section_says_on_what_the_recipe_was_chosen(records):
+    assert readme.CHOSEN in readme.section(records)
 
 
 def test_the_same_results_draw_the_same_picture(records, tmp_path):

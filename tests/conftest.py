@@ -9,7 +9,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which peft and transformers do
 
 import pytest
+import torch.distributed as dist
 from peft import get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from elastic_peft import ElasticConfig, calibrate_standardization, last_routing
@@ -109,3 +111,11 @@ def logits(inputs):
             return model(**inputs).logits
 
     return run
+
+
+@pytest.fixture
+def one_process_mesh(tmp_path):
+    """A device mesh of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

@@ -84,7 +84,7 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
         "heads for every prompt, as many as the routers make sparse on average."
     )
     parts = [
-        f"SmolLM2-135M-Instruct, FA-SSA, {record['examples']} held-out prompts of each set; NLL in nats per answer "
+        f"SmolLM2-135M-Instruct, FA-SSA, {record['examples']} evaluation prompts of each set; NLL in nats per answer "
         f"token, {means}.{best if statics else ''} {CHOSEN}",
         _table([_main_row(row) for row in record["tasks"]]),
     ]

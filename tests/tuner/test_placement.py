@@ -6,10 +6,8 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import get_peft_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elastic_peft import forced_routing, last_routing
@@ -63,13 +61,6 @@ def test_routers_are_float32_on_a_bfloat16_base(make_base, make_config, autocast
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     assert {dtype for name, dtype in dtypes.items() if "elastic_" in name} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if "elastic_" not in name} == {torch.bfloat16}
-
-
-@pytest.fixture
-def one_process_mesh(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -4,8 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -13,13 +11,6 @@ from elastic_peft import forced_routing
 
 
 REFUSED = "Sequence and context parallelism must be off with an active ELASTIC adapter, got "
-
-
-@pytest.fixture
-def one_process_mesh(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture

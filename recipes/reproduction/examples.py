@@ -22,6 +22,10 @@ TASKS = {
     "code_stdlib": "code",
     "icl_wordnet": "in_context_learning",
 }
+#: Other tasks over the sets' documents, see `reproduction.crossed`.
+QUESTION = {name: f"{name}-question" for name in TASKS}
+CONTINUED = {name: f"{name}-continued" for name in TASKS if name != "code_stdlib"}
+CROSSED = dict.fromkeys(QUESTION.values(), "single_qa") | dict.fromkeys(CONTINUED.values(), "continuation")
 SENSITIVE = ("sqa_foldoc", "sqa_pkg", "niah_single", "mhop_wordnet")
 ROBUST = ("summ_rfc", "code_stdlib", "icl_wordnet")
 #: Which of a set's phrasings `choose_phrasing` takes: all, all but one, or that one.
@@ -39,7 +43,7 @@ class Example:
     @property
     def task(self) -> str:
         """Its task, one of an adapter's `t_values`."""
-        return TASKS[self.set]
+        return TASKS[self.set] if self.set in TASKS else CROSSED[self.set]
 
     def cut(self, answer_tokens: int | None) -> "Example":
         """The example with at most so many tokens of its answer; `None`: all."""

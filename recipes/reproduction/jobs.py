@@ -28,6 +28,7 @@ class Job:
         sets: sets that are trained on.
         phrasing: phrasings that are trained on: one of `reproduction.examples.PHRASINGS`, or `"varied"`: those seen,
             and the words of `reproduction.phrasings`.
+        is_crossed: train on other tasks over the same documents too, see `reproduction.crossed`.
         answer_tokens: tokens of an answer that are trained on at most; `None`: all. The loss is a mean over tokens,
             so long answers outweigh short ones.
         seed: of the training.
@@ -42,6 +43,7 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
     sets: tuple[str, ...] = tuple(TASKS)
     phrasing: str = "all"
+    is_crossed: bool = False
     answer_tokens: int | None = 32
     seed: int = 0
     is_blind: bool = False
@@ -150,12 +152,27 @@ def _conditions() -> list[Job]:
 
 def _generalisation() -> list[Job]:
     left_out = {name: tuple(other for other in TASKS if other != name) for name in TASKS}
+    strayed = ("sqa_foldoc", "sqa_pkg", "mhop_wordnet")
     return [
         Job("unseen-phrasings", "train", phrasing="seen"),
         *(Job(f"without-{name}", "train", sets=sets) for name, sets in left_out.items()),
         Job("varied-phrasings", "train", phrasing="varied"),
-        *(Job(f"varied-without-{name}", "train", sets=sets, phrasing="varied") for name, sets in left_out.items()),
+        *(Job(f"varied-without-{name}", "train", sets=left_out[name], phrasing="varied") for name in strayed),
+        _crossed("crossed-phrasings", phrasing="seen"),
+        *(_crossed(f"crossed-without-{name}", sets=sets) for name, sets in left_out.items()),
+        *(_crossed(f"crossed-seed{seed}", seed=seed) for seed in SEEDS),
+        *(
+            Job(f"{name}-crossed", "adapter", what="crossed", needs=(name,))
+            for name in (REFERENCE, *(f"crossed-seed{seed}" for seed in SEEDS))
+        ),
     ]
+
+
+def _crossed(name: str, phrasing: str = "all", sets: tuple[str, ...] = tuple(TASKS), seed: int = 0) -> Job:
+    """A training on other tasks over the same documents too, with the ends of a prompt read up to its instructions."""
+    config = {"pool_size": 40, "t_values": {**_t_values()["t_values"], "continuation": 0.9}}
+    arguments = {"max_steps": 600}
+    return Job(name, "train", "", (), config, arguments, sets, phrasing, is_crossed=True, seed=seed)
 
 
 def _ablations() -> list[Job]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from demo_model import MODEL_ID
-from reproduction.examples import choose_phrasing, interleave
+from reproduction.crossed import crossed
+from reproduction.examples import CROSSED, choose_phrasing, interleave
 from reproduction.jobs import Job
 from reproduction.lengths import resize
 from reproduction.masks import measure_masks
@@ -15,7 +16,6 @@ from reproduction.results import mean_msr, read_result
 from reproduction.training import load_base, train
 from reproduction.workplace import Workplace, summary
 
-from elastic_peft import ElasticConfig
 from elastic_peft.evaluation.static_masks import static_preferences
 
 
@@ -28,15 +28,18 @@ def _train(job: Job, place: Workplace) -> dict[str, Any]:
     config, arguments = place.recipe(job)
     if job.is_blind:  # one target for all, so that the static mask has the routed adapter's mean sparsity
         target = mean_msr(read_result(place.output, job.needs[0]), job.sets)
-        config["t_values"] = dict.fromkeys(ElasticConfig().t_values, target)
+        config["t_values"] = dict.fromkeys(config["t_values"], target)
     keeps_unseen = job.phrasing in ("seen", "varied")
     examples = choose_phrasing(place.tokenizer, place.training, "seen" if keeps_unseen else job.phrasing)
     if job.phrasing == "varied":
         examples = varied(place.tokenizer, examples, job.seed)
+    examples = {name: examples[name] for name in job.sets}
+    if job.is_crossed:
+        examples = crossed(place.tokenizer, examples, job.seed)
     model, log = train(
         load_base(place.model, place.device),
         place.tokenizer,
-        {name: [example.cut(job.answer_tokens) for example in examples[name]] for name in job.sets},
+        {name: [example.cut(job.answer_tokens) for example in members] for name, members in examples.items()},
         place.output / "trainer" / job.name,
         config=config,
         arguments=arguments,
@@ -79,7 +82,12 @@ def _adapter(job: Job, place: Workplace) -> dict[str, Any]:
         torch.manual_seed(job.seed)
         model.train()  # decisions are sampled; the temperature changes their gradient, not the draw
         return {"sampled": place.measure(model, rows)}
-    ways = {"routed": None, "full": "retrieval", "all_sparse": "sparse"}
+    ways: dict[str, str | None] = {"routed": None, "full": "retrieval", "all_sparse": "sparse"}
+    if job.what == "crossed":
+        documents = {name: members[: place.rows] for name, members in place.evaluation.items()}
+        members = crossed(place.tokenizer, documents, job.seed).values()
+        others = [example for of_set in members for example in of_set if example.set in CROSSED]
+        return {"crossed": {way: place.measure(model, others, forced) for way, forced in ways.items()}}
     lengths = {}
     for length in place.lengths:
         resized = [resize(place.tokenizer, row, length, place.evaluation[row.set]) for row in rows]

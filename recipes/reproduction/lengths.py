@@ -22,7 +22,7 @@ SEPARATORS = {
 }
 
 
-class _Document(NamedTuple):
+class Document(NamedTuple):
     """A prompt as text: what opens it, its records, what closes it, and what separates records."""
 
     head: str
@@ -54,7 +54,7 @@ def resize(
     """
     if example.set == "summ_rfc" and length > len(example.ids):
         return None
-    document = _split(tokenizer, example)
+    document = split(tokenizer, example)
     answer = example.ids[example.prompt_end :]
     is_needed = _evidence(example.set, document.tail, tokenizer.decode(answer))
     records = [_Record(place, text) for place, text in enumerate(document.records)]
@@ -79,16 +79,17 @@ def resize(
     return Example(example.set, (*ids, *answer), len(ids))
 
 
-def _split(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Document:
+def split(tokenizer: PreTrainedTokenizerBase, example: Example) -> Document:
+    """The text of an example's prompt."""
     prompt = tokenizer.decode(example.ids[: example.prompt_end])
     closing = prompt.index(ASSISTANT)
     if example.set == "code_stdlib":  # the assistant's turn begins with the code to continue
         first = closing + len(ASSISTANT)
-        return _Document(prompt[:first], prompt[first:].split("\n"), "", "\n")
+        return Document(prompt[:first], prompt[first:].split("\n"), "", "\n")
     opens, separator, closes = SEPARATORS[example.set]
     first = prompt.index(opens, prompt.index(USER) + len(USER)) + len(opens)
     last = prompt.rindex(closes, first, closing)
-    return _Document(prompt[:first], prompt[first:last].split(separator), prompt[last:], separator)
+    return Document(prompt[:first], prompt[first:last].split(separator), prompt[last:], separator)
 
 
 def _evidence(name: str, question: str, answer: str) -> Callable[[str], bool]:
@@ -120,7 +121,7 @@ def _fillers(
         draw.shuffle(own)
     yield own
     for count, other in enumerate(member for member in others if member != example):
-        texts = [text for text in _split(tokenizer, other).records if not is_needed(text)]
+        texts = [text for text in split(tokenizer, other).records if not is_needed(text)]
         if example.set == "code_stdlib":  # another file above this one
             first = -(count + 1) * len(texts)
             yield [_Record(first + line, texts[line]) for line in reversed(range(len(texts)))]

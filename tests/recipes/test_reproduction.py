@@ -8,7 +8,7 @@ import pytest
 import torch
 from recipes.reproduction_place import make_place, make_tokenizer
 from reproduction import run
-from reproduction.examples import SENSITIVE, TASKS, choose_phrasing, interleave, load_examples, user_text
+from reproduction.examples import CROSSED, SENSITIVE, TASKS, choose_phrasing, interleave, load_examples, user_text
 from reproduction.jobs import REFERENCE, Job, all_jobs
 from reproduction.kinds import run_job
 from reproduction.lengths import resize
@@ -117,6 +117,14 @@ def test_other_lengths_are_measured_in_every_way(place):
         "340": ["routed", "full", "all_sparse"],
     }
     assert "summ_rfc" not in sets(result["340"]["routed"])
+
+
+def test_other_tasks_over_the_same_documents_are_trained_on_and_measured(place):
+    job = replace(JOBS["crossed-seed0"], arguments={})  # as short as the recipe here
+    assert sets(run_job(job, place)) == list(TASKS)
+    ways = run_job(JOBS["crossed-seed0-crossed"], place)["crossed"]
+    assert sets(ways["routed"]) == sets(ways["full"]) == sets(ways["all_sparse"])
+    assert set(sets(ways["routed"])) <= set(CROSSED)
 
 
 def test_sampled_decisions_are_measured(place):

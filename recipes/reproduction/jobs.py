@@ -118,19 +118,22 @@ def _trade(
 
 def _statics() -> list[Job]:
     category = {"sensitive": SENSITIVE, "robust": ROBUST}
-    learned = [Job(STATIC, "train", needs=(REFERENCE,), is_blind=True)]
-    learned += [
-        Job(f"{STATIC}-{name}", "train", needs=(REFERENCE,), is_blind=True, sets=sets)
-        for name, sets in category.items()
-    ]
+
+    def gates(name: str, sets: tuple[str, ...] = tuple(TASKS), seed: int = 0) -> Job:
+        return Job(name, "train", needs=(f"fa-ssa-seed{seed}",), is_blind=True, sets=sets, seed=seed)
+
+    by_category = [gates(f"{STATIC}-{name}", sets) for name, sets in category.items()]
+    more = [gates(f"{STATIC}-seed{seed}", seed=seed) for seed in SEEDS[1:]]
     return [
         Job("masks-random", "masks", what="random", needs=(REFERENCE,)),
         Job("masks-retrieval", "masks", what="retrieval", needs=(REFERENCE,)),
-        learned[0],
+        gates(STATIC),
         Job("masks-learned", "masks", what="learned", needs=(REFERENCE, STATIC)),
         Job("masks-loss", "masks", what="loss", needs=(REFERENCE,)),
-        *learned[1:],
-        Job("masks-category", "masks", what="category", needs=(REFERENCE, *(job.name for job in learned[1:]))),
+        *more,
+        *(Job(f"masks-learned-seed{job.seed}", "masks", what="learned", needs=(*job.needs, job.name)) for job in more),
+        *by_category,
+        Job("masks-category", "masks", what="category", needs=(REFERENCE, *(job.name for job in by_category))),
         Job("masks-curve", "masks", what="curve", needs=("masks-retrieval", "masks-loss", STATIC)),
     ]
 

@@ -63,7 +63,7 @@ def _scores(job: Job, place: Workplace, model: nn.Module, shape: tuple[int, int]
     if job.what == "loss":
         examples = interleave(place.training, 2 * len(place.training), job.seed)
         return loss_scores(_losses(model, examples, place.batch_size), *shape)
-    return _saved_scores(place, STATIC)
+    return _saved_scores(place, job.needs[1])
 
 
 def _saved_scores(place: Workplace, name: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ another recipe made are not mixed with new ones: nothing starts beside them.
 
 import argparse
 import gc
+import json
 import os
 import platform
 import shutil
@@ -19,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,17 +58,25 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def refuse_other_recipes(place: Workplace, jobs: Sequence[Job]) -> None:
-    """Exits with one sentence if a result of the jobs, or one that they read, was made by another recipe."""
+    """Exits with one sentence if a result of the jobs, or one that they read, was made by another job or recipe."""
     names = {name for job in jobs for name in (job.name, *job.needs)}
     files = [
         str(result_file(place.output, job.name))
         for job in all_jobs()
         if job.name in names
         and result_file(place.output, job.name).exists()
-        and read_result(place.output, job.name).get("recipe") != place.recipe(job)._asdict()
+        and not _made(place, job, read_result(place.output, job.name))
     ]
     if files:
         raise SystemExit(f"Another recipe made {', '.join(files)}; remove them or take another folder.")
+
+
+def _made(place: Workplace, job: Job, result: dict[str, Any]) -> bool:
+    """Whether the job as it is now made a result; fields that came later had their defaults."""
+    known = {field.name for field in fields(Job)}
+    then = Job(**{name: value for name, value in result["job"].items() if name in known})
+    as_json = [json.loads(json.dumps(asdict(made_by))) for made_by in (then, job)]
+    return as_json[0] == as_json[1] and result.get("recipe") == place.recipe(job)._asdict()
 
 
 def _environments(args: argparse.Namespace) -> list[dict[str, str]]:

@@ -303,6 +303,26 @@ def test_nothing_starts_beside_results_of_another_recipe(elsewhere, no_worker, r
         run.main(options(elsewhere, "--only", chosen))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"answer_tokens": 8}, {"sets": ["summ_rfc"]}, {"phrasing": "all"}, {"is_crossed": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_nothing_starts_beside_results_of_a_job_that_was_another(elsewhere, no_worker, change):
+    job = JOBS["unseen-phrasings"]
+    recipe = elsewhere.recipe(job)._asdict()
+    write_result(elsewhere.output, job.name, {"job": asdict(replace(job, **change)), "recipe": recipe})
+    with pytest.raises(SystemExit, match=f"Another recipe made .*{job.name}.json; remove them"):
+        run.main(options(elsewhere, "--only", job.name))
+
+
+def test_a_job_that_had_fewer_fields_then_is_the_same_job(elsewhere):
+    job = JOBS["bounds"]
+    then = {name: value for name, value in asdict(job).items() if name != "is_crossed"}
+    write_result(elsewhere.output, job.name, {"job": then, "recipe": elsewhere.recipe(job)._asdict()})
+    run.refuse_other_recipes(elsewhere, [job])
+
+
 def test_results_of_another_recipe_that_no_chosen_job_reads_do_not_matter(elsewhere):
     write_made_by(elsewhere, "masks-random", OTHER)
     run.refuse_other_recipes(elsewhere, [JOBS["bounds"]])

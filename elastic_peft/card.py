@@ -51,8 +51,9 @@ def render_card(
     `accuracy` may be missing, and map a way of running (`"full"`, `"routed"`, ...) to a figure: a number, or
     `{"mean", "std"}` over the seeds. It may hold `ruler`, rows as `recipes/evaluate.py` writes them, of which the card
     shows means over the tasks, and leaves out those of other mode pairs. Beside them it may hold `ways` (a way of
-    running to what it is), `hardware`, `versions`, `commit`, `command`, `seeds`, `datasets` (trained on, as the Hub
-    names them), and rows of any columns as `ablations`.
+    running to what it is), `sets` (a set to what it holds), `hardware`, `versions`, `commit`, `command`, `seeds` (the
+    adapter's own first), `datasets` (trained on, as the Hub names them), and rows of any columns as `ablations` and as
+    `generalisation`: prompts unlike those trained on.
 
     Args:
         directory: folder of an adapter saved by `save_pretrained`.
@@ -120,6 +121,7 @@ def render_card(
         accuracy=_table([by_way(row, "accuracy") for row in rows if "accuracy" in row]),
         ruler=_table(ruler),
         ablations=_table(results.get("ablations") or []),
+        generalisation=_table(results.get("generalisation") or []),
     )
 
 

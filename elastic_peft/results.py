@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,14 +20,18 @@ PARTS = {
     "tasks": list,
     "ruler": list,
     "ablations": list,
+    "generalisation": list,
     "seeds": list,
     "datasets": list,
     "versions": dict,
     "ways": dict,
+    "sets": dict,
     "hardware": str,
     "commit": str,
     "command": str,
 }
+#: Metrics that map each way of running to its figure.
+WAYS_OF_RUNNING = ("nll", "accuracy")
 HEADINGS = {"msr": "MSR", "esr": "ESR", "nll": "NLL"}
 
 
@@ -50,14 +54,20 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError(f"`{name}` of `{path.name}` must be a {kind.__name__}, got {results[name]!r}.")
     if not results.get("tasks") and not results.get("ruler"):
         raise ValueError(f"`{path.name}` must hold at least one row under `tasks` or `ruler`, got none.")
-    for way, description in (results.get("ways") or {}).items():
-        if not isinstance(description, str):
-            raise ValueError(
-                f"`ways` of `{path.name}` must describe each way in words, got {description!r} for {way}."
-            )
+    for part in ("ways", "sets"):
+        for name, description in (results.get(part) or {}).items():
+            if not isinstance(description, str):
+                raise ValueError(
+                    f"`{part}` of `{path.name}` must describe each in words, got {description!r} for {name}."
+                )
     if "```" in (results.get("command") or ""):
         raise ValueError(f"`command` of `{path.name}` must not hold ```, got {results['command']!r}.")
-    for part, check in (("tasks", _check_task_row), ("ruler", _check_ruler_row), ("ablations", _check_ablation_row)):
+    checks: dict[str, Callable[[Mapping[str, Any], str], tuple | None]] = {
+        "tasks": _check_task_row,
+        "ruler": _check_ruler_row,
+    }
+    checks |= dict.fromkeys(("ablations", "generalisation"), _check_free_row)
+    for part, check in checks.items():
         names: dict[Any, int] = {}
         for index, row in enumerate(results.get(part) or []):
             name = f"`{part}[{index}]` of `{path.name}`"
@@ -71,7 +81,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def _check_task_row(row: Mapping[str, Any], name: str) -> tuple[str, str]:
     """Returns what the row measures."""
-    if not all(isinstance(row.get(metric, {}), dict) for metric in ("nll", "accuracy")):
+    if not all(isinstance(row.get(metric, {}), dict) for metric in WAYS_OF_RUNNING):
         raise ValueError(f"{name} must map ways of running to figures as `nll` and `accuracy`, got {row!r}.")
     if missing := [field for field in ROW_FIELDS if field not in row]:
         raise ValueError(f"{name} must hold {', '.join(ROW_FIELDS)}, got none for {', '.join(missing)}.")
@@ -96,7 +106,7 @@ def _check_ruler_row(row: Mapping[str, Any], name: str) -> tuple[str, int, str]:
     return row["task"], row["length"], row["mode_pair"]
 
 
-def _check_ablation_row(row: Mapping[str, Any], name: str) -> None:
+def _check_free_row(row: Mapping[str, Any], name: str) -> None:
     for column, value in row.items():
         if value is not None and not isinstance(value, str | bool) and not _is_finite(value):
             raise ValueError(f"{name} must hold texts and finite numbers, got {value!r} for {column}.")
@@ -106,14 +116,15 @@ def _measured(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every measured figure of a task's row, its mean where it has a spread, by a name for people."""
     for name in ("msr", "esr"):
         yield HEADINGS[name], _mean(row[name])
-    for metric in ("nll", "accuracy"):
+    for metric in WAYS_OF_RUNNING:
         for way, value in row.get(metric, {}).items():
             yield f"{HEADINGS.get(metric, metric)}, {way.replace('_', ' ')}", _mean(value)
 
 
 def eval_results(row: Mapping[str, Any]) -> Iterator[EvalResult]:
-    """The figures of a task's row, as the Hub's metadata holds them."""
-    for name, value in _measured(row):
+    """The adapter's own figures in a task's row, not those of what it is compared with, for the Hub."""
+    own = {metric: {"routed": row[metric]["routed"]} for metric in WAYS_OF_RUNNING if "routed" in row.get(metric, {})}
+    for name, value in _measured({"msr": row["msr"], "esr": row["esr"], **own}):
         yield EvalResult(
             task_type="text-generation",
             task_name=row["task"],
@@ -122,7 +133,7 @@ def eval_results(row: Mapping[str, Any]) -> Iterator[EvalResult]:
             dataset_config=row["task"],
             metric_type=_slug(name),
             metric_name=name,
-            metric_value=value,
+            metric_value=float(f"{value:.4g}"),
         )
 
 
@@ -159,7 +170,7 @@ def ruler_eval_results(table: Iterable[Mapping[str, Any]]) -> Iterator[EvalResul
                 dataset_config=str(line["length"]),
                 metric_type="score_routed",
                 metric_name=f"mean score of {line['tasks']} tasks, routed",
-                metric_value=line["routed"],
+                metric_value=float(f"{line['routed']:.4g}"),
             )
 
 

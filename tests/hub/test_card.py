@@ -61,6 +61,8 @@ def results():
             ruler_row("vt", 4096, full=80.0, routed=70.25, static_random=20.25),
         ],
         "ablations": [{"pool size": 50, "NLL": 2.345678}, {"pool size": 400, "NLL": 2.333333}],
+        "sets": {"code of the standard library": "modules, and how they go on"},
+        "generalisation": [{"prompts": "unseen phrasings", "follows the task": "6 of 7"}],
     }
 
 
@@ -112,19 +114,25 @@ def test_a_saved_card_reads_back_the_same(save, results, tmp_path):
     assert ModelCard.load(tmp_path / "README.md").data.to_dict() == card.data.to_dict()
 
 
-def test_the_model_index_holds_every_measured_figure(save, results):
+def test_the_model_index_holds_the_adapters_own_figures(save, results):
     _, indexed = model_index_to_eval_results(render_card(save(results)).data.to_dict()["model-index"])
     expected = {
-        ("RULER", "RULER, 4096 tokens", "mean score of 2 tasks, routed", (98.5 + 70.25) / 2),
+        ("RULER", "RULER, 4096 tokens", "mean score of 2 tasks, routed", 84.38),
         ("RULER", "RULER, 8192 tokens", "mean score of 1 tasks, routed", 97.5),
     }
     for row in results["tasks"]:
         figures = {"MSR": row["msr"], "ESR": row["esr"]}
-        figures |= {f"NLL, {way.replace('_', ' ')}": value for way, value in row["nll"].items()}
-        figures |= {f"accuracy, {way.replace('_', ' ')}": value for way, value in row["accuracy"].items()}
+        figures |= {"NLL, routed": row["nll"]["routed"], "accuracy, routed": row["accuracy"]["routed"]}
         for name, value in figures.items():
-            expected.add((row["task"], row["set"], name, value["mean"] if isinstance(value, dict) else value))
+            mean = value["mean"] if isinstance(value, dict) else value
+            expected.add((row["task"], row["set"], name, float(f"{mean:.4g}")))
     assert {(r.task_name, r.dataset_name, r.metric_name, r.metric_value) for r in indexed} == expected
+
+
+def test_one_seed_is_no_mean(save, results):
+    text = render_card(save({**results, "seeds": [17]})).content
+    assert "One training seed." in text
+    assert "Means over" not in text
 
 
 def test_every_cell_of_the_tables_is_the_figure_of_its_row_and_column(save, results):
@@ -161,10 +169,13 @@ def test_no_number_of_the_results_comes_from_elsewhere(save, results):
     assert numbers(text) <= known, sorted(numbers(text) - known)
 
 
-@pytest.mark.parametrize("part", ["nll", "accuracy", "ruler", "ablations", "hardware", "command", "seeds", "ways"])
+@pytest.mark.parametrize(
+    "part", ["nll", "accuracy", "ruler", "ablations", "hardware", "command", "seeds", "ways", "sets", "generalisation"]
+)
 def test_a_part_that_was_not_measured_is_not_mentioned(save, results, part):
     mention = {"nll": "NLL:", "accuracy": "Accuracy:", "ruler": "RULER:", "ablations": "Ablations:"}
-    mention |= {"hardware": "Measured on", "command": "```bash", "seeds": "Means over"}
+    mention |= {"hardware": "Measured on", "command": "```bash", "seeds": "Means over", "sets": "The sets:"}
+    mention |= {"generalisation": "Prompts unlike those trained on:"}
     mention |= {"ways": "\n- full: every head attends everything\n- all sparse: every head streams\n"}
     whole = render_card(save(results)).text
     results.pop(part, None)
@@ -234,7 +245,7 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
         ),
         (lambda r: r.update(tasks={}), r"`tasks` of `results\.json` must be a list, got {}"),
         (lambda r: r.update(versions="2.11"), r"`versions` of `results\.json` must be a dict, got '2\.11'"),
-        (lambda r: r["ways"].update(routed=4), r"`ways` of `results\.json` must describe each way in words, got 4"),
+        (lambda r: r["ways"].update(routed=4), r"`ways` of `results\.json` must describe each in words, got 4"),
         (lambda r: r.update(command="a\n```\nb"), r"`command` of `results\.json` must not hold ```"),
         (lambda r: r["tasks"].append(4), r"`tasks\[\d\]` of `results\.json` must hold names and figures, got 4"),
         (lambda r: r["tasks"].append(r["tasks"][0]), r"must not measure what another row does, got row 0 again"),
@@ -255,6 +266,11 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
         (lambda r: r["ruler"][1].update(length="4K"), r"must hold a int as length, got '4K'"),
         (lambda r: r["ruler"][1].update(esr=math.inf), r"must hold a float as esr, got inf"),
         (lambda r: r["ruler"].append(r["ruler"][2]), r"`ruler\[3\]` of .* got row 2 again"),
+        (
+            lambda r: r["generalisation"][0].update(NLL=math.nan),
+            r"must hold texts and finite numbers, got nan for NLL",
+        ),
+        (lambda r: r["sets"].update(code=4), r"`sets` of `results\.json` must describe each in words, got 4 for code"),
         (lambda r: r["ablations"][0].update(NLL=math.nan), r"must hold texts and finite numbers, got nan for NLL"),
     ],
     ids=[
@@ -270,7 +286,7 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
             "set-of-signs",
             "flat-nll",
         ),
-        *("flat-score", "no-score", "length", "infinite-esr", "ruler-twice", "ablation"),
+        *("flat-score", "no-score", "length", "infinite-esr", "ruler-twice", "unlike", "sets", "ablation"),
     ],
 )
 def test_figures_of_another_form_are_refused(save, results, change, message):

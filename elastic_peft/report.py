@@ -42,15 +42,15 @@ def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         ValueError: there are no rows.
     """
-    columns, cells = table_cells(rows)
-    widths = [max(map(len, column)) for column in zip(columns, *cells)]
+    columns, header, cells = table_cells(rows)
+    widths = [max(map(len, column)) for column in zip(header, *cells)]
     numeric = [all(isinstance(row.get(name), int | float | None) for row in rows) for name in columns]
 
     def line(values):
         aligned = (v.rjust(w) if right else v.ljust(w) for v, w, right in zip(values, widths, numeric))
         return "  ".join(aligned).rstrip()
 
-    return "\n".join([line(columns), "  ".join("-" * width for width in widths), *map(line, cells)])
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, cells)])
 
 
 def sequence_rows(routing: Routing) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from .printable import printable
+
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +61,7 @@ def routing_png(
     bar = figure.colorbar(axes[0].images[0], ax=list(axes), ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, aspect=30)
     bar.set_label("how often sparse")
     if title is not None:
-        figure.suptitle(title, parse_math=False)
+        figure.suptitle(printable(title), parse_math=False)
     figure.savefig(path, format="png", dpi=DPI)
 
 
@@ -94,7 +96,7 @@ def training_figure(log_history: Iterable[Mapping[str, Any]], *, targets: Mappin
         style = {"color": COLORS[color], "marker": MARKERS[(color + cycle) % len(MARKERS)], "markersize": 5}
         for name, ax in panels.items():
             steps, values = _series(lines, f"{name}{task}")
-            ax.plot(steps, values, markevery=max(len(steps) // 8, 1), label=task.replace("_", " "), **style)
+            ax.plot(steps, values, markevery=max(len(steps) // 8, 1), label=printable(task).replace("_", " "), **style)
         msr.plot(*_series(lines, f"eval_msr/{task}"), mfc="none", ls="", **{**style, "markersize": 10})
     for target in sorted(set(targets.values())):
         msr.axhline(target, color="grey", linestyle=":")
@@ -139,6 +141,7 @@ def similarity_figure(similarity: Mapping[str, Any], tasks: Sequence[str]) -> Fi
     """
     if not tasks:
         raise ValueError("`tasks` must name at least one task, got none.")
+    tasks = list(map(printable, tasks))
     matrices = {title: _matrix(similarity, stage, len(tasks)) for stage, title in STAGES.items()}
     side, label = max(0.36 * len(tasks), 1.5), 0.09 * max(map(len, tasks))  # inches
     figure = _new_figure(len(STAGES) * (side + 0.35) + label + 1.0, side + 0.75 * label + 0.5)
@@ -218,7 +221,7 @@ def _draw_panel(ax: Axes, task: str, decisions: torch.Tensor) -> None:
     # cividis keeps its order for every kind of colour vision and in grey.
     ax.imshow(frequency, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
     inputs = "input" if len(decisions) == 1 else "inputs"
-    title = f"{task}: {len(decisions)} {inputs}, MSR {frequency.mean():.2f}"
+    title = f"{printable(task)}: {len(decisions)} {inputs}, MSR {frequency.mean():.2f}"
     ax.set_title(title, loc="left", fontsize="medium", parse_math=False)
     ax.set_yticks(range(frequency.shape[0]))
     for boundary in range(1, frequency.shape[1]):

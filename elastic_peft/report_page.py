@@ -7,6 +7,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .printable import printable
+
 
 PAGE = """\
 <!doctype html>
@@ -45,7 +47,7 @@ def html_page(title: str, parts: Iterable[str]) -> str:
     """
     if isinstance(parts, str):  # it would be taken letter by letter
         raise ValueError(f"`parts` must be a sequence of texts, got the text {parts[:40]!r}.")
-    return PAGE.format(title=html.escape(title), body="\n".join(parts))
+    return printable(PAGE.format(title=html.escape(title), body="\n".join(parts)))
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -64,8 +66,8 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     def line(tag, values):
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 
-    columns, cells = table_cells(rows)
-    lines = [line("th", columns), *(line("td", values) for values in cells)]
+    _, header, cells = table_cells(rows)
+    lines = [line("th", header), *(line("td", values) for values in cells)]
     return "<div><table>\n" + "\n".join(lines) + "\n</table></div>"
 
 
@@ -85,8 +87,8 @@ def html_picture(png: bytes, caption: str) -> str:
     )
 
 
-def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The names of a table's columns, in the order in which the rows first name them, and each row's texts.
+def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
+    """The names of a table's columns, in the order in which the rows first name them, their texts and each row's.
 
     Raises:
         ValueError: there are no rows.
@@ -94,11 +96,11 @@ def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list
     if not rows:
         raise ValueError("`rows` must hold at least one row, got none.")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return columns, [[_cell_text(row.get(name)) for name in columns] for row in rows]
+    return columns, list(map(printable, columns)), [[_cell_text(row.get(name)) for name in columns] for row in rows]
 
 
 def _cell_text(value: Any) -> str:
     """A value in a table: floats with three decimals, a dash for `None`."""
     if value is None:
         return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else printable(str(value))

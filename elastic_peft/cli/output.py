@@ -14,8 +14,9 @@ import typer
 
 def show(fields: Mapping[str, Any], as_json: bool) -> None:
     """Prints named values, one a line, or as one JSON object."""
+    fields = _plain(fields)
     if as_json:
-        typer.echo(json.dumps(_as_json(fields), indent=1, allow_nan=False))
+        typer.echo(json.dumps(fields, indent=1, allow_nan=False))
         return
     width = max(map(len, fields))
     for name, value in fields.items():
@@ -32,12 +33,16 @@ def check_can_write(option: str, file: Path | None) -> None:
         raise ValueError(f"`{option}` must be a file that can be written, got {str(file)!r}.")
 
 
-def _as_json(value: Any) -> Any:
-    """`value` with a text for each number that JSON does not have: "inf", "-inf", "nan"."""
+def _plain(value: Any) -> Any:
+    """`value` with printable texts, and a text for each number that JSON does not have: "inf", "-inf", "nan"."""
+    from elastic_peft.printable import printable
+
+    if isinstance(value, str):
+        return printable(value)
     if isinstance(value, Mapping):
-        return {key: _as_json(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return list(map(_as_json, value))
+        return list(map(_plain, value))
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -144,6 +144,13 @@ def test_inspect_is_readable(adapter):
     assert any(line.split() == ["mode", "pair", "FA-SSA"] for line in lines)
 
 
+@pytest.mark.parametrize("as_json", [["--json"], []], ids=["json", "text"])
+def test_inspect_prints_lone_surrogates_as_escapes(adapter, as_json):
+    edit_config(adapter, base_model_name_or_path="\udcff")
+    printed = json.dumps(r"\udcff") if as_json else r"  \udcff"
+    assert printed in run("inspect", adapter, *as_json).stdout
+
+
 def test_inspect_refuses_another_adapter(make_base, tmp_path):
     get_peft_model(make_base(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
     assert_refused(run("inspect", tmp_path / "lora"), "`adapter` must be an ELASTIC adapter, got one of type")
@@ -327,6 +334,29 @@ def test_route_draws_and_prints_whatever_a_prompt_is_named(adapter, base, prompt
     result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", named, *output)
     assert result.exit_code == 0, result.output
     assert f"MSR, {named.name}" in result.stdout
+
+
+@pytest.fixture
+def undecodable(prompt, tmp_path):
+    """A prompt whose name is the byte 0xff: no UTF-8."""
+    try:
+        return prompt.rename(tmp_path / os.fsdecode(b"\xff"))
+    except OSError:
+        pytest.skip("needs a file system whose names are bytes")
+
+
+def test_route_writes_a_name_that_is_no_utf_8_with_escapes(adapter, base, undecodable, tmp_path):
+    html = tmp_path / "routing.html"
+    output = ("--png", tmp_path / "routing.png", "--html", html)
+    result = run("route", "--model", base, "--adapter", adapter, "--prompt-file", undecodable, *output)
+    assert result.exit_code == 0, result.output
+    assert r"<td>\udcff</td>" in html.read_text(encoding="utf-8")
+    assert r"MSR, \udcff" in result.stdout
+
+
+def test_route_names_a_prompt_in_json_as_on_the_page(adapter, base, undecodable):
+    shown = run_json("route", "--model", base, "--adapter", adapter, "--prompt-file", undecodable)
+    assert shown["prompts"][0]["prompt"] == r"\udcff"
 
 
 def test_route_refuses_an_adapter_of_another_base(make_routed, make_base, base, prompt, tmp_path):

@@ -162,6 +162,15 @@ def test_page_of_named_records_has_a_panel_each(record, figures):
     assert "<td>&lt;code&gt;</td>" in page
 
 
+@pytest.mark.parametrize("table", [routing_table, html_table], ids=lambda function: function.__name__)
+def test_table_shows_lone_surrogates_as_escapes(table):
+    assert table([{"\udcff": "\ud800"}]) == table([{r"\udcff": r"\ud800"}])
+
+
+def test_page_shows_lone_surrogates_as_escapes():
+    assert html_page("\udcff", ["\ud800"]) == html_page(r"\udcff", [r"\ud800"])
+
+
 @pytest.mark.parametrize("show", [layer_rows, routing_html], ids=lambda function: function.__name__)
 def test_no_records_are_refused(show):
     with pytest.raises(ValueError, match="`routing` must hold at least one record"):

@@ -35,12 +35,23 @@ def similarity(name, file):
     similarity_figure(dict.fromkeys(STAGES, torch.eye(2)), [name, "code"]).savefig(file)
 
 
-@pytest.mark.parametrize(
-    "draw", [routing_of_task, routing_with_title, training, similarity], ids=lambda function: function.__name__
-)
-def test_a_name_with_dollar_signs_is_no_formula(draw):
-    draw(FORMULA, file := io.BytesIO())
-    assert file.getvalue().startswith(b"\x89PNG")
+@pytest.fixture(params=[routing_of_task, routing_with_title, training, similarity], ids=lambda draw: draw.__name__)
+def drawn(request):
+    """Draws a name; the PNG's bytes."""
+
+    def draw(name):
+        request.param(name, file := io.BytesIO())
+        return file.getvalue()
+
+    return draw
+
+
+def test_a_name_with_dollar_signs_is_no_formula(drawn):
+    assert drawn(FORMULA).startswith(b"\x89PNG")
+
+
+def test_a_lone_surrogate_is_drawn_as_its_escape(drawn):
+    assert drawn("\udcff") == drawn(r"\udcff")
 
 
 # Training

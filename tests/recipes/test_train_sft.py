@@ -1,4 +1,4 @@
-"""`train_sft.py` from a recipe to a saved and pushed adapter, in one process and in two."""
+"""`train_sft.py` from a recipe to a saved and pushed adapter, in one process."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from datasets import Dataset
 from hub.fake_hub import TOKEN, FakeHub
 from huggingface_hub import HfApi, constants
 from peft import PeftModel
-from recipes.sft_runs import STEPS, assert_close, launch, multipliers, train, weights, write_recipe
+from recipes.sft_runs import STEPS, multipliers, train, weights, write_recipe
 from safetensors.torch import load_file
 from trainer.tiny import T_VALUES, dataset, rows
 from transformers import AutoModelForCausalLM
@@ -21,23 +21,6 @@ def recipe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(recipe, tmp_path_factory):
     return train(recipe, tmp_path_factory.mktemp("alone"))
-
-
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def died(request, recipe, tmp_path_factory):
-    """An engine, the folder of a run in two processes of which one died in the third step, and how that ended."""
-    output_dir = tmp_path_factory.mktemp(request.param)
-    result = launch(request.param, recipe, output_dir, dies_at_step=2)
-    return request.param, output_dir, result, (output_dir / "adapter_model.safetensors").exists()
-
-
-@pytest.fixture(scope="module")
-def together(died, recipe):
-    """What the same engine made of that run's last checkpoint."""
-    engine, output_dir, *_ = died
-    result = launch(engine, recipe, output_dir, "--resume_from_checkpoint", str(output_dir / "checkpoint-2"))
-    assert result.returncode == 0, result.stderr[-4000:]
-    return output_dir
 
 
 def test_adapter_is_routers_for_the_base_model(alone, recipe):
@@ -115,36 +98,6 @@ def test_a_split_that_is_not_there_is_named(recipe, tmp_path, option, value, mes
     parsed = train_sft.parse_recipe(["--config", str(recipe), "--output_dir", str(tmp_path), option, value])
     with pytest.raises(ValueError, match=message):
         train_sft.build_trainer(parsed)
-
-
-# Two processes
-
-
-def test_a_process_that_dies_ends_the_run_with_an_error(died):
-    _, _, result, has_adapter = died
-    assert result.returncode != 0
-    assert "exitcode  : 3" in result.stderr
-    assert not has_adapter
-
-
-def test_fsdp2_shards_the_model(died):
-    engine, output_dir, *_ = died
-    assert (output_dir / "checkpoint-2" / "pytorch_model_fsdp.bin").exists() == (engine == "fsdp2")
-
-
-def test_two_processes_end_where_one_does(alone, together):
-    assert_close(weights(together), weights(alone))
-
-
-def test_two_processes_ascend_the_same_multipliers(alone, together):
-    assert_close(multipliers(together), multipliers(alone))
-
-
-def test_adapter_is_saved_once_and_whole(alone, together):
-    assert {path.name for path in together.iterdir()} == {path.name for path in alone.iterdir()}
-    assert {name: tensor.shape for name, tensor in weights(together).items()} == {
-        name: tensor.shape for name, tensor in weights(alone).items()
-    }
 
 
 # The Hub

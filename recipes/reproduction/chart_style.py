@@ -37,6 +37,7 @@ MSR = "MSR, share of sparse heads"
 RISE = "NLL above full attention, nats a token"
 #: NLL above full attention up to which the scale of `logarithmic_rise` is linear.
 LINEAR = 0.1
+SCALED_RISE = f"{RISE}\n(linear up to {LINEAR:g}, logarithmic beyond)"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -64,6 +65,7 @@ def logarithmic_rise(ax: Axes, axis: str) -> None:
     scale.set_major_locator(FixedLocator([-1, -0.3, -0.1, -0.05, 0, 0.05, 0.1, 0.3, 1, 3]))
     scale.set_major_formatter("{x:g}")
     scale.set_minor_locator(NullLocator())
+    ax.margins(**{axis: 0.08})
     {"x": ax.axvline, "y": ax.axhline}[axis](0, color="grey", linewidth=0.8)
 
 

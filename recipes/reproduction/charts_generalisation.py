@@ -12,7 +12,7 @@ from reproduction.chart_style import (
     MARKERS,
     MSR,
     RED,
-    RISE,
+    SCALED_RISE,
     finish,
     logarithmic_rise,
     new_figure,
@@ -26,24 +26,32 @@ from reproduction.tables import full_attention, rise, trainings
 
 
 def generalisation(results: Results) -> Figure:
-    """MSR and NLL of each set when training held it, when it was left out, and when its instructions were new."""
-    figure = new_figure(10, 4.6)
+    """MSR and NLL of each set when training held it, when it was left out, and when its instructions were new.
+
+    Open marks: the instructions of training had more words.
+    """
+    figure = new_figure(10, 5.2)
     left, right = figure.subplots(1, 2, sharey=True)
     series = {
-        "trained with it, each seed": (BLUE, "o", None),
-        "left out of training": (RED, "X", left_out(results)),
-        "phrasings never trained on": (GREEN, "D", unseen_phrasings(results)),
+        "trained with it, each seed": (BLUE, "o", BLUE, None),
+        "left out of training": (RED, "X", RED, left_out(results)),
+        "left out, more words in training": (RED, "X", "none", left_out(results, "varied-")),
+        "phrasings never trained on": (GREEN, "D", GREEN, unseen_phrasings(results)),
+        "phrasings never trained on, more words": (GREEN, "D", "none", unseen_phrasings(results, "varied-phrasings")),
     }
+    series = {label: look for label, look in series.items() if look[-1] != {}}
     names = list(TASKS)
-    for offset, (label, (color, marker, measured)) in zip(offsets(len(series)), series.items()):
+    for offset, (label, (color, marker, fill, measured)) in zip(offsets(len(series)), series.items()):
         rows, points = _trained(results) if measured is None else _points(measured, names)
         for ax, values in zip((left, right), zip(*points)):
-            ax.plot(values, np.add(rows, offset), color=color, marker=marker, ls="", markersize=6, label=label)
-    set_rows(left, names)
+            style = {"color": color, "marker": marker, "mfc": fill, "markersize": 6, "label": label}
+            ax.plot(values, np.add(rows, offset), ls="", **style)
+    for ax in (left, right):
+        set_rows(ax, names)
     logarithmic_rise(right, "x")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     finish(left, MSR, title="How sparse")
-    finish(right, RISE, title="How good")
+    finish(right, SCALED_RISE, title="What it costs: further right is worse")
     return figure
 
 
@@ -71,11 +79,14 @@ def lengths(results: Results) -> Figure:
         style = {"color": COLORS[name], "marker": MARKERS[name], "label": LABELS[name]}
         for ax, values in zip((left, right), zip(*measured.values())):
             ax.plot(list(measured), values, **style)
-    right.axhline(0, color="grey", linewidth=0.8)
-    for ax, what, title in ((left, MSR, "How sparse"), (right, RISE, "How good")):
+    logarithmic_rise(right, "y")
+    for ax, what, title in (
+        (left, MSR, "How sparse; one adapter, trained at 4K"),
+        (right, SCALED_RISE, "What it costs: higher is worse"),
+    ):
         ax.set_xscale("log", base=2)
         ax.set_xticks(list(tables), [f"{length // 1024}K" for length in tables])
         ax.set_xticks([], minor=True)
-        finish(ax, "tokens of prompt and answer; trained at 4K", what, title)
+        finish(ax, "tokens of prompt and answer", what, title)
     figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     return figure

@@ -7,12 +7,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from reproduction.chart_style import (
+    BLACK,
     BLUE,
     GREEN,
     LABELS,
     MSR,
     RED,
     RISE,
+    SCALED_RISE,
     STYLES,
     finish,
     logarithmic_rise,
@@ -41,19 +43,21 @@ def dial(results: Results) -> Figure:
     for ax, name in zip(axes, TASKS):
         for way, tables in _curves(results).items():
             label, color, marker, line = STYLES[way]
-            points = [(row_of(table, name)["msr"], rise(table, full, name)) for table in (*ends.values(), *tables)]
+            points = [(row_of(table, name)["msr"], rise(table, full, name)) for table in tables]
             ax.plot(*zip(*sorted(points)), color=color, marker=marker, ls=line, markersize=4, label=label)
         point = row_of(results[REFERENCE], name)["msr"], rise(results[REFERENCE], full, name)
         ax.plot(*point, marker="o", ls="", markersize=12, mfc="none", color=BLUE, label="routed, as trained")
+        bounds = [(row_of(table, name)["msr"], rise(table, full, name)) for table in ends.values()]
+        ax.plot(*zip(*bounds), marker="x", ls="", color=BLACK, label="every head full, every head sparse")
         logarithmic_rise(ax, "y")
         finish(ax, title=LABELS[name])
     axes[-1].axis("off")
     axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center left", fontsize="small")
     axes[3].tick_params(labelbottom=True)
     axes[0].set_xticks([0, 0.5, 1])
-    figure.suptitle("What each set loses as more heads run sparse", fontsize="medium")
+    figure.suptitle("NLL of each set as more heads run sparse; lower is better", fontsize="medium")
     figure.supxlabel(MSR, fontsize="medium")
-    figure.supylabel(RISE, fontsize="medium")
+    figure.supylabel(SCALED_RISE.replace("\n", " "), fontsize="medium")
     return figure
 
 
@@ -80,9 +84,8 @@ def pareto(results: Results) -> Figure:
     logarithmic_rise(ax, "y")
     ax.set_xlim(right=1)
     ax.legend(fontsize="small")
-    finish(
-        ax, f"{MSR}, mean of all sets; large marks: as trained, and masks as sparse", f"{RISE}, mean of the QA sets"
-    )
+    at_equal = "large marks: each training seed, and static choices of as many heads"
+    finish(ax, f"MSR, mean of all sets; {at_equal}", f"Mean of the QA sets: {SCALED_RISE}")
     add_speed(ax)
     return figure
 
@@ -121,35 +124,39 @@ def pools(results: Results) -> Figure:
 
 
 def trades(results: Results) -> Figure:
-    """The recipe's trainings, red, and those with other settings, one mark a training; shaded: what is asked."""
+    """The recipe's trainings and those with other settings, one mark a training; shaded: what is asked."""
     full = full_attention(results)
     kinds: dict[tuple[str, str], list[dict[str, float]]] = {}
     for name, result in results.items():
         if name.startswith(("fa-ssa-seed", "trade-")) and "tasks" in result:
             color = RED if name.startswith("fa-ssa") else BLUE
             label = ", ".join(str(value) for value in settings(result).values() if value is not None)
+            label += " (the recipe)" * (color == RED)
             kinds.setdefault((label, color), []).append(trade(result, full))
     figure = new_figure(10, 8)
     top, bottom = figure.subplots(2, 1)
     names = "window, pool, t robust,\nsteps, answer tokens,\nmultiplier lr, counterfactual"
     panels = (
-        (top, "MSR sensitive", "worst rise, sensitive", (MIN_MSR, MAX_SENSITIVE), "Sensitive sets: mean MSR"),
+        (top, "MSR sensitive", "worst rise, sensitive", (MIN_MSR, MAX_SENSITIVE), "Sensitive sets", "mean MSR"),
         (
             bottom,
             "apart",
             "worst rise, robust",
             (MIN_APART, MAX_ROBUST),
-            "Robust sets: mean MSR less the sensitive sets'",
+            "Robust sets",
+            "mean MSR less that of the sensitive sets",
         ),
     )
-    for ax, x, y, corner, x_label in panels:
+    for ax, x, y, corner, title, x_label in panels:
         for number, ((label, color), rows) in enumerate(kinds.items(), 1):
             size = 5 + 2 * len(str(number))
             style = {"marker": f"${number}$", "markersize": size, "color": color, "label": label, "ls": ""}
+            style["zorder"] = 3 if color == RED else 2
             ax.plot([row[x] for row in rows], [row[y] for row in rows], **style)
         logarithmic_rise(ax, "y")
         _shade(ax, *corner)
-        finish(ax, x_label, f"{RISE},\nworst of these sets")
+        finish(ax, x_label, SCALED_RISE, f"{title}: NLL of the worst of them")
+    figure.suptitle("Other settings than the recipe's; shaded: what is asked", fontsize="medium")
     handles = top.get_legend_handles_labels()
     figure.legend(*handles, title=names, title_fontsize="small", loc="outside right upper", fontsize="small")
     return figure

@@ -56,7 +56,7 @@ def sampled(results: Results) -> Figure:
         ]
         ax.plot(*pairs[name], color=COLORS[name], marker=MARKERS[name], markersize=9, ls="", label=LABELS[name])
     ends = min(map(min, pairs.values())) - 0.03, min(max(map(max, pairs.values())) + 0.03, 1)
-    ax.plot(ends, ends, color="grey", linewidth=0.8, label="the same")
+    ax.plot(ends, ends, color="grey", linewidth=0.8, label="the same", zorder=1)
     ax.legend(fontsize="small")
     finish(
         ax, "MSR, decisions sampled as in training", "MSR, most likely decisions", "Sampled and most likely routing"

@@ -16,19 +16,22 @@ from statistics import mean, stdev
 from typing import Any
 
 from reproduction.examples import TASKS
-from reproduction.findings import bars, generalisation
+from reproduction.findings import TOLERATED, bars, generalisation
+from reproduction.jobs import REFERENCE
 from reproduction.results import Results, read_all
 from reproduction.tables import (
     WAYS,
+    Table,
     column,
     conditions,
     full_attention,
     left_out,
     margins,
+    outcomes,
     seeds_of,
-    summaries,
     trade,
     trainings,
+    tried,
     ways_of,
 )
 
@@ -51,6 +54,10 @@ DESCRIPTIONS = {
     "static_category": "the same, learned for the question-answering sets and for the others apart, which takes to "
     "know the kind of every prompt",
 }
+STRAYED = (
+    "Not where MSR moved towards the other kind of sets by over half of what is between them, or NLL over full grew "
+    f"by over {TOLERATED:g}."
+)
 #: The masks that one choice of heads makes for every set.
 ONE_MASK = {
     "static_random": "random0",
@@ -77,11 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
             record["ruler"] = json.loads(file.read_text(encoding="utf-8")).get("ruler", [])
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (args.output / "static_masks.json").write_text(json.dumps(static_masks(results)), encoding="utf-8")
-    tables = {title: routing_table(rows) for title, rows in all_tables(results).items()}
-    text = "\n".join(f"## {title}\n\n```\n{table}\n```\n" for title, table in tables.items())
+    tables = [(table.title, table.shows, routing_table(table.rows)) for table in all_tables(results)]
+    text = "\n".join(f"## {title}\n\n{shows}\n\n```\n{table}\n```\n" for title, shows, table in tables)
     (args.output / "tables.md").write_text(f"# Tables of the reproduction\n\n{text}", encoding="utf-8")
-    for title, table in tables.items():
-        print(f"{title}\n{table}\n")
+    for title, shows, table in tables:
+        print(f"{title}\n{shows}\n{table}\n")
 
 
 def trained_pairs(results: Results) -> list[str]:
@@ -89,17 +96,36 @@ def trained_pairs(results: Results) -> list[str]:
     return [pair for pair in PAIRS if seeds_of(results, pair)]
 
 
-def all_tables(results: Results) -> dict[str, list[dict[str, Any]]]:
-    """Every table there is, by title."""
-    tables = {"What FA-SSA is asked": bars(results)}
+def all_tables(results: Results) -> list[Table]:
+    """Every table that has rows."""
+    asked = "Means over the training seeds; NLL in nats a token, of masks with the routed adapter's mean MSR."
+    tables = [Table("What FA-SSA is asked", asked, bars(results))]
     for pair in trained_pairs(results):
-        seeds = ", ".join(map(str, seeds_of(results, pair)))
-        tables[f"{pair.upper()}, seeds {seeds}: NLL"] = _nll_rows(set_rows(results, pair))
-    tables["Does routing follow the task?"] = generalisation(results)
-    tables["NLL of static masks above routing"] = margins(results)
-    tables["Ablations"] = _means(ablations(results))
-    tables["Every training"] = summaries(results)
-    return {title: rows for title, rows in (tables | conditions(results)).items() if rows}
+        seeds = seeds_of(results, pair)
+        title = f"{pair.upper()}, {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}: NLL"
+        shows = "Nats a token, lower is better; MSR and ESR are those of the routed adapters."
+        tables.append(Table(title, shows, _nll_rows(set_rows(results, pair))))
+    above = "Nats a token, at the routed adapter's mean MSR; below 0 the masks are better than routing."
+    tables.append(Table("NLL of static masks above routing", above, margins(results)))
+    judged = generalisation(results)
+    for condition in dict.fromkeys(row["condition"] for row in judged):
+        rows = [{key: value for key, value in row.items() if key != "condition"} for row in judged]
+        rows = [row for row, of in zip(rows, judged) if of["condition"] == condition]
+        tables.append(Table(f"Does routing follow the task? {condition}", STRAYED, rows))
+    rises = "Rise: NLL above full attention, nats a token; the worst set of each kind, and the mean of all."
+    pairs = tuple(f"{pair}-seed" for pair in PAIRS)
+    return [
+        table
+        for table in (
+            *tables,
+            Table("Each seed", rises, outcomes(results, pairs)),
+            Table("Other settings than the recipe's", rises, outcomes(results, (REFERENCE, "trade-"))),
+            Table("What those settings are", f"The first row, {REFERENCE}, is the recipe.", tried(results)),
+            Table("Ablations", f"The recipe, and one change of it a row. {rises}", _means(ablations(results))),
+            *conditions(results),
+        )
+        if table.rows
+    ]
 
 
 def static_masks(results: Results) -> dict[str, list[list[int]]]:

@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     for pair in trained_pairs(results):
         (args.output / pair).mkdir(exist_ok=True)
         routing_of(trainings(results, pair)[0]).savefig(args.output / pair / PICTURE_NAME, dpi=DPI)
-    for title, rows in all_tables(results).items():
-        parts.append(f"<h2>{html.escape(title)}</h2>\n{html_table(rows)}")
+    for title, shows, rows in all_tables(results):
+        parts.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(shows)}</p>\n{html_table(rows)}")
     page = args.output / "reproduction.html"
     page.write_text(html_page("Reproduction on SmolLM2-135M-Instruct", parts), encoding="utf-8")
     print(page)

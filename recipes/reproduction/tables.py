@@ -2,11 +2,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from reproduction.examples import ROBUST, SENSITIVE, TASKS
-from reproduction.jobs import SEEDS
+from reproduction.jobs import REFERENCE, SEEDS
 from reproduction.results import Results, mean_msr
+
+
+class Table(NamedTuple):
+    """Rows under a title, and what they show in one sentence."""
+
+    title: str
+    shows: str
+    rows: list[dict[str, Any]]
 
 
 #: Ways of running a set beside `routed`: the result that measured them, and the name of its masks.
@@ -138,17 +146,21 @@ def settings(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def summaries(results: Results) -> list[dict[str, Any]]:
-    """A line for each routed training: its settings, and how it came out."""
+def outcomes(results: Results, beginnings: tuple[str, ...]) -> list[dict[str, Any]]:
+    """How each routed training came out whose name begins with one of `beginnings`."""
     if "bounds" not in results:
         return []
-    routed = {
-        name: result
-        for name, result in results.items()
-        if result["job"]["kind"] == "train" and not result["job"]["is_blind"]
-    }
     full = full_attention(results)
-    return [{"training": name, **settings(result), **trade(result, full)} for name, result in routed.items()]
+    found = {
+        name: run for name, run in results.items() if name.startswith(beginnings) and run["job"]["kind"] == "train"
+    }
+    return [{"training": name, **trade(run, full)} for name, run in found.items()]
+
+
+def tried(results: Results) -> list[dict[str, Any]]:
+    """The settings of the recipe, and of each training that led to it."""
+    names = [name for name in results if name == REFERENCE or name.startswith("trade-")]
+    return [{"training": name, **settings(results[name])} for name in names]
 
 
 def margins(results: Results) -> list[dict[str, Any]]:
@@ -163,21 +175,28 @@ def margins(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def conditions(results: Results) -> dict[str, list[dict[str, Any]]]:
-    """Tables of one adapter in other conditions, by title."""
-    tables = {}
+def conditions(results: Results) -> list[Table]:
+    """Tables of one adapter in other conditions."""
+    tables = []
     for name, result in results.items():
         if "lengths" in result:
             for length, ways in result["lengths"].items():
-                tables[f"{name}: {length} tokens"] = _side_by_side(ways)
+                shows = "Prompts of another length than those trained on."
+                tables.append(Table(f"{name}: {length} tokens", shows, _side_by_side(ways)))
         if "bias" in result:
-            ways = {f"bias {bias}": table for bias, table in result["bias"].items()}
-            tables[f"{name}: sparsity_bias"] = _side_by_side(ways, ("msr", "nll"))
+            for metric in ("msr", "nll"):
+                ways = {f"at {float(bias):+g}": table for bias, table in result["bias"].items()}
+                shows = "The same adapter, dialled: what is added to the logit of the sparse mode."
+                title = f"{name}: {metric.upper()} by sparsity_bias"
+                tables.append(Table(title, shows, _side_by_side(ways, (metric,))))
         if "together" in result:
-            title = f"{name}: mixed batches, {result['same_decisions']:.4f} of the decisions as in single rows"
-            tables[title] = _side_by_side({way: result[way] for way in ("together", "alone")}, ("msr", "nll"))
+            shows = f"All sets in one batch: {result['same_decisions']:.2%} of the decisions are those of single rows."
+            ways = {way: result[way] for way in ("together", "alone")}
+            tables.append(Table(f"{name}: mixed batches", shows, _side_by_side(ways, ("msr", "nll"))))
         if "sampled" in result:
-            tables[f"{name}: sampled decisions"] = _side_by_side({"sampled": result["sampled"]}, ("msr", "nll"))
+            shows = "Decisions drawn as in training, not the most likely ones."
+            rows = _side_by_side({"sampled": result["sampled"]}, ("msr", "nll"))
+            tables.append(Table(f"{name}: sampled decisions", shows, rows))
     return tables
 
 

@@ -48,8 +48,8 @@ def test_a_pair_that_was_trained_once_has_no_spread(results):
     assert row_of(collect.pair_results(kept, "fa-ssa", None), "sqa_pkg")["msr"] == pytest.approx(0.67)
 
 
-def test_summaries_tell_both_categories_apart(results):
-    row = next(row for row in tables.summaries(results) if row["training"] == REFERENCE)
+def test_outcomes_tell_both_categories_apart(results):
+    row = next(row for row in tables.outcomes(results, ("fa-ssa-seed",)) if row["training"] == REFERENCE)
     assert row["MSR sensitive"] == pytest.approx(0.67)
     assert row["apart"] == pytest.approx(0.16)
     assert row["worst rise, robust"] == pytest.approx(2 * 0.83**2 - 0.8)
@@ -63,21 +63,30 @@ def test_summaries_tell_both_categories_apart(results):
         ("trade-code0.85-answer32-seed0", {"t robust": "1/0.85/1", "answer tokens": 32, "counterfactual": None}),
         ("trade-gentle-answer32-seed0", {"multiplier lr": "0.005"}),
         ("trade-counterfactual0.25", {"counterfactual": 0.25}),
-        ("ablation-pool-all", {"pool": "all"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_summaries_say_what_a_training_changed(results, name, expected):
-    row = next(row for row in tables.summaries(results) if row["training"] == name)
+def test_the_table_of_settings_says_what_a_training_changed(results, name, expected):
+    row = next(row for row in tables.tried(results) if row["training"] == name)
     assert {setting: row[setting] for setting in expected} == expected
 
 
-def test_static_gates_are_no_routed_training(results):
-    assert not any("static" in row["training"] for row in tables.summaries(results))
+def test_trainings_that_were_judged_elsewhere_are_no_other_settings(results):
+    (table,) = (table for table in collect.all_tables(results) if table.title == "Other settings than the recipe's")
+    first, *others = [row["training"] for row in table.rows]
+    assert first == REFERENCE
+    assert others
+    assert all(name.startswith("trade-") for name in others)
+
+
+def test_each_condition_that_training_did_not_hold_has_its_own_table(results):
+    titles = [table.title for table in collect.all_tables(results)]
+    for condition in ("left out of training", "unseen phrasings", "1024 tokens"):
+        assert titles.count(f"Does routing follow the task? {condition}") == 1
 
 
 def test_every_condition_has_a_table(results):
-    titles = " ".join(tables.conditions(results))
+    titles = " ".join(table.title for table in tables.conditions(results))
     for word in ("1024 tokens", "sparsity_bias", "mixed batches", "sampled"):
         assert word in titles
 
@@ -120,8 +129,10 @@ def test_collecting_writes_a_file_for_each_pair(output):
 def test_collecting_writes_every_table(results, output, capsys):
     collect.main(["--output", str(output)])
     written = (output / "tables.md").read_text()
-    assert re.findall("^## (.*)$", written, flags=re.MULTILINE) == list(collect.all_tables(results))
-    assert "Every training" in capsys.readouterr().out
+    assert re.findall("^## (.*)$", written, flags=re.MULTILINE) == [
+        table.title for table in collect.all_tables(results)
+    ]
+    assert "What those settings are" in capsys.readouterr().out
 
 
 def test_collecting_again_leaves_the_scores_of_ruler(output):
@@ -144,7 +155,7 @@ def test_results_of_a_single_job_are_collected(results, tmp_path, capsys):
     (tmp_path / "jobs").mkdir()
     write_result(tmp_path, REFERENCE, results[REFERENCE])
     collect.main(["--output", str(tmp_path)])
-    assert "FA-SSA, seeds 0: NLL" in capsys.readouterr().out
+    assert "FA-SSA, seed 0: NLL" in capsys.readouterr().out
 
 
 def test_margins_are_static_less_routed(results):

@@ -76,6 +76,24 @@ def test_generalisation_shows_each_set_in_each_condition(results):
         assert len(points(ax, "trained with it, each seed")) == 3 * len(TASKS)
 
 
+def test_trainings_with_more_words_that_have_not_run_are_not_in_the_picture(results):
+    kept = {name: result for name, result in results.items() if not name.startswith("varied-")}
+    labels = draw(kept, "generalisation").axes[0].get_legend_handles_labels()[1]
+    assert not any("more words" in label for label in labels)
+
+
+def test_no_mark_of_a_scaled_rise_lies_on_the_edge_of_its_picture(results):
+    right = draw(results, "generalisation").axes[1]
+    low, high = right.transData.inverted().transform(right.transAxes.transform([(0.02, 0), (0.98, 0)]))[:, 0]
+    assert all(low < x < high for line in right.lines if line.get_label()[0] != "_" for x in line.get_xdata())
+
+
+def test_dial_joins_only_what_was_measured(results):
+    ax = draw(results, "dial").axes[0]
+    assert [x for x, _ in points(ax, "every head full, every head sparse")] == [0, 1]
+    assert all(0 < x < 1 for x, _ in points(ax, "routed"))
+
+
 def test_lengths_include_that_of_training(results):
     left, _ = draw(results, "lengths").axes
     assert [x for x, _ in points(left, LABELS["sqa_pkg"])] == [1024, 4096]
@@ -90,7 +108,7 @@ def test_trades_show_every_training_in_both_panels(results):
 
 def test_trades_are_labelled_with_their_settings(results):
     labels = [text.get_text() for text in draw(results, "trades").legends[0].get_texts()]
-    assert labels[0] == "512, 75, 0.9, 450, 32, 0.01"
+    assert labels[0] == "512, 75, 0.9, 450, 32, 0.01 (the recipe)"
     assert "256, 100, 1, 300, all, 0.01, 0.25" in labels
     assert len(labels) == len(set(labels))
 

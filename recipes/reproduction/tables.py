@@ -17,7 +17,7 @@ class Table(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-#: Ways of running a set beside `routed`: the result that measured them, and the name of its masks.
+#: Ways of running a set beside `routed`: the result that measured them, further ones by seed, and the masks' name.
 WAYS = {
     "static_random": ("masks-random", "random"),
     "static_retrieval": ("masks-retrieval", "retrieval"),
@@ -97,9 +97,10 @@ def full_attention(results: Results) -> dict[str, Any]:
 
 
 def static_tables(results: Results, name: str, masks: str) -> list[dict[str, Any]]:
-    """The tables of a result's masks whose names begin with `masks`, none if it is not there."""
-    entries = results[name]["masks"] if name in results else {}
-    return [table for mask, table in entries.items() if mask.startswith(masks)]
+    """The tables of masks whose names begin with `masks`, of the result and of its further seeds, if they are there."""
+    jobs = (name, *(f"{name}-seed{seed}" for seed in SEEDS[1:]))
+    entries = (entry for job in jobs if job in results for entry in results[job]["masks"].items())
+    return [table for mask, table in entries if mask.startswith(masks)]
 
 
 def row_of(table: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -184,11 +185,7 @@ def conditions(results: Results) -> list[Table]:
                 shows = "Prompts of another length than those trained on."
                 tables.append(Table(f"{name}: {length} tokens", shows, _side_by_side(ways)))
         if "bias" in result:
-            for metric in ("msr", "nll"):
-                ways = {f"at {float(bias):+g}": table for bias, table in result["bias"].items()}
-                shows = "The same adapter, dialled: what is added to the logit of the sparse mode."
-                title = f"{name}: {metric.upper()} by sparsity_bias"
-                tables.append(Table(title, shows, _side_by_side(ways, (metric,))))
+            tables.append(_dialled(results, name))
         if "together" in result:
             shows = f"All sets in one batch: {result['same_decisions']:.2%} of the decisions are those of single rows."
             ways = {way: result[way] for way in ("together", "alone")}
@@ -197,7 +194,26 @@ def conditions(results: Results) -> list[Table]:
             shows = "Decisions drawn as in training, not the most likely ones."
             rows = _side_by_side({"sampled": result["sampled"]}, ("msr", "nll"))
             tables.append(Table(f"{name}: sampled decisions", shows, rows))
+        if "crossed" in result:
+            shows = (
+                "Documents of the sets with another task than theirs: routing by the text alone takes the set's MSR."
+            )
+            adapter = result["job"]["needs"][0]
+            title = f"Other tasks over the same documents: {adapter}"
+            tables.append(Table(title, shows, _side_by_side(result["crossed"])))
     return tables
+
+
+def _dialled(results: Results, name: str) -> Table:
+    """The least and the greatest bias beside the adapter as trained, if its own result is there."""
+    biases = {float(bias): table for bias, table in results[name]["bias"].items()}
+    biases = {bias: biases[bias] for bias in (min(biases), max(biases))}
+    adapter = results[name]["job"]["needs"][0]
+    if adapter in results:
+        biases[0.0] = results[adapter]
+    ways = {f"at {bias:+g}" if bias else "at 0": biases[bias] for bias in sorted(biases)}
+    shows = "The same adapter, dialled: what is added to the logit of the sparse mode."
+    return Table(f"{name}: sparsity_bias", shows, _side_by_side(ways, ("msr", "nll")))
 
 
 def _side_by_side(ways: Mapping[str, Any], metrics: Sequence[str] = ("nll",)) -> list[dict[str, Any]]:

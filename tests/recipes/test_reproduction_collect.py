@@ -79,6 +79,27 @@ def test_trainings_that_were_judged_elsewhere_are_no_other_settings(results):
     assert all(name.startswith("trade-") for name in others)
 
 
+def test_a_dialled_adapter_is_shown_at_both_ends_and_as_trained(results):
+    (table,) = (table for table in tables.conditions(results) if "sparsity_bias" in table.title)
+    row = next(row for row in table.rows if row["set"] == "sqa_pkg")
+    shares = {key: value for key, value in row.items() if key.startswith("msr")}
+    assert shares == {
+        "msr at -4": pytest.approx(0.47),
+        "msr at 0": pytest.approx(0.67),
+        "msr at +4": pytest.approx(0.87),
+    }
+
+
+def test_other_tasks_over_the_same_documents_have_a_table_for_each_adapter(results):
+    found = {
+        t.title.rpartition(": ")[2]: t.rows for t in tables.conditions(results) if t.title.startswith("Other tasks")
+    }
+    assert list(found) == [REFERENCE, "crossed-seed0", "crossed-seed1", "crossed-seed2"]
+    row = next(row for row in found[REFERENCE] if row["set"] == "sqa_pkg-question")
+    assert list(row) == ["set", "n", "MSR", "nll routed", "nll full", "nll all_sparse"]
+    assert row["MSR"] == pytest.approx(0.67)
+
+
 def test_each_condition_that_training_did_not_hold_has_its_own_table(results):
     titles = [table.title for table in collect.all_tables(results)]
     for condition in ("left out of training", "unseen phrasings", "1024 tokens"):

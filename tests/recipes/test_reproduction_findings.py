@@ -58,10 +58,20 @@ def test_nll_rises_over_the_examples_that_both_measured(results):
 
 def test_static_masks_must_be_worse_on_the_sensitive_sets(results):
     assert bar(results, "static_learned")["reached"] == "yes"
-    results["masks-learned"]["masks"]["learned"] = {**results[REFERENCE], "mask": []}
+    for job in ("masks-learned", "masks-learned-seed1", "masks-learned-seed2"):
+        results[job]["masks"]["learned"] = {**results[REFERENCE], "mask": []}
     row = bar(results, "static_learned")
     assert row["measured"] < 0.1
     assert row["reached"] == "no"
+
+
+def test_learned_masks_of_each_seed_are_in_the_bar_with_their_spread(results):
+    table = results["masks-learned-seed2"]["masks"]["learned"]
+    before = bar(results, "static_learned")["measured"]
+    for name in SENSITIVE:
+        change(table, name, nll=row_of(table, name)["nll"] + 0.3)
+    row = bar(results, "static_learned")
+    assert (row["measured"], row["std"]) == (pytest.approx(before + 0.1), pytest.approx(0.03**0.5))
 
 
 def test_static_masks_measured_on_other_examples_are_no_bar(results):
@@ -84,6 +94,8 @@ def test_every_condition_is_judged_on_each_of_its_sets(results):
         "unseen phrasings": len(TASKS),
         "left out of training, more words in training": 3,
         "unseen phrasings, more words in training": len(TASKS),
+        f"left out of training{findings.OTHER_TASKS}": len(TASKS),
+        f"unseen phrasings{findings.OTHER_TASKS}": len(TASKS),
         "1024 tokens": len(TASKS),
     }
 
@@ -96,6 +108,21 @@ def test_a_sensitive_set_must_not_run_as_sparse_as_the_robust_ones(results, shif
     results["without-sqa_pkg"] = {**results["without-sqa_pkg"], **copy.deepcopy(results["fa-ssa-seed1"])}
     change(results["without-sqa_pkg"], "sqa_pkg", msr=0.68 + shift)
     assert verdict(results, "sqa_pkg", "left out of training") == expected
+
+
+@pytest.mark.parametrize("condition", ["left out of training", "unseen phrasings"])
+def test_trainings_on_other_tasks_too_are_compared_with_their_own_kind(results, condition):
+    for seed in range(3):
+        change(results[f"crossed-seed{seed}"], "sqa_pkg", msr=0.5)
+    rows = findings.generalisation(results)
+    compared = {row["condition"]: row["MSR trained"] for row in rows if row["set"] == "sqa_pkg"}
+    assert compared[f"{condition}{findings.OTHER_TASKS}"] == pytest.approx(0.5)
+    assert compared[condition] == pytest.approx(0.68)
+
+
+def test_without_a_training_of_their_kind_on_every_set_they_are_not_judged(results):
+    kept = {name: result for name, result in results.items() if not name.startswith("crossed-seed")}
+    assert not [row for row in findings.generalisation(kept) if findings.OTHER_TASKS in row["condition"]]
 
 
 def test_a_robust_set_must_not_run_as_full_as_the_sensitive_ones(results):

@@ -17,6 +17,8 @@ MIN_MSR, MIN_APART, MAX_SENSITIVE, MAX_ROBUST, MIN_MARGIN = 0.65, 0.15, 0.03, 0.
 TRAINED_LENGTH = 4096
 #: Routing has left the task when its NLL over full attention grew by more nats than this.
 TOLERATED = 0.1
+#: What the jobs are called that train on other tasks over the same documents too, and how their conditions end.
+CROSSED, OTHER_TASKS = "crossed", ", other tasks over the same documents in training"
 
 
 class Figures(NamedTuple):
@@ -65,14 +67,18 @@ def generalisation(results: Results) -> list[dict[str, Any]]:
     """A row for each set in each condition that training did not hold, and what its routing follows there.
 
     Routing follows the task if the set's MSR moved towards that of the other kind of sets by no more than half of what
-    is between the kinds, and its NLL over full attention grew by no more than `TOLERATED`.
+    is between the kinds, and its NLL over full attention grew by no more than `TOLERATED`. Trainings with other tasks
+    over the same documents are compared with their own kind, and left out where none of it holds every set.
     """
     if REFERENCE not in results or "bounds" not in results:
         return []
-    trained = as_trained(results)
-    half = (mean(trained[name].msr for name in ROBUST) - mean(trained[name].msr for name in SENSITIVE)) / 2
+    as_trained_by = {kind: as_trained(results, kind) for kind in ("fa-ssa", CROSSED) if trainings(results, kind)}
     rows = []
     for condition, name, figures, instead in _conditions(results):
+        trained = as_trained_by.get(CROSSED if OTHER_TASKS in condition else "fa-ssa")
+        if trained is None:
+            continue
+        half = (mean(trained[other].msr for other in ROBUST) - mean(trained[other].msr for other in SENSITIVE)) / 2
         towards_others = (figures.msr - trained[name].msr) * (1 if name in SENSITIVE else -1)
         strays = {"MSR": towards_others > half, "NLL": figures.rise - trained[name].rise > TOLERATED}
         left = " and ".join(metric for metric, is_out in strays.items() if is_out)
@@ -92,7 +98,7 @@ def generalisation(results: Results) -> list[dict[str, Any]]:
 
 def _conditions(results: Results) -> Iterator[tuple[str, str, Figures, str]]:
     """Condition, set, figures, and what the routing follows where it does not follow the task."""
-    for prefix, words in (("", ""), ("varied-", ", more words in training")):
+    for prefix, words in (("", ""), ("varied-", ", more words in training"), (f"{CROSSED}-", OTHER_TASKS)):
         for name, figures in left_out(results, prefix).items():
             yield f"left out of training{words}", name, figures, "template"
         for name, figures in unseen_phrasings(results, f"{prefix or 'unseen-'}phrasings").items():
@@ -103,9 +109,9 @@ def _conditions(results: Results) -> Iterator[tuple[str, str, Figures, str]]:
                 yield f"{length} tokens", name, figures, "length"
 
 
-def as_trained(results: Results) -> dict[str, Figures]:
-    """Figures of each set, means over the seeds."""
-    runs = trainings(results, "fa-ssa")
+def as_trained(results: Results, kind: str = "fa-ssa") -> dict[str, Figures]:
+    """Figures of each set by the adapters `{kind}-seed*`, means over the seeds."""
+    runs = trainings(results, kind)
     full = full_attention(results)
     return {
         name: Figures(mean(column(runs, name, "msr")), mean(rise(run, full, name) for run in runs)) for name in TASKS

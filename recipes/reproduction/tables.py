@@ -60,13 +60,13 @@ def left_out(results: Results, pair: str) -> list[str]:
     runs = _trained(results, pair)
     if not runs:
         return []
-    candidates = {f"routed, seed {seed}": run for seed, run in runs.items()}
-    candidates |= {way: table for way, tables in _measured_ways(results, pair).items() for table in tables}
+    candidates = [(f"routed, seed {seed}", run) for seed, run in runs.items()]
+    candidates += [(way, table) for way, tables in _measured_ways(results, pair).items() for table in tables]
     first = next(iter(runs.values()))
-    counts = {what: _other_count(table, first) for what, table in candidates.items()}
+    counts = dict.fromkeys((what, _other_count(table, first)) for what, table in candidates)
     return [
         f"left out of {pair.upper()}: {what}, measured on {count[0]} examples and not on {count[1]}"
-        for what, count in counts.items()
+        for what, count in counts
         if count is not None
     ]
 
@@ -97,7 +97,7 @@ def full_attention(results: Results) -> dict[str, Any]:
 
 
 def static_tables(results: Results, name: str, masks: str) -> list[dict[str, Any]]:
-    """The tables of masks whose names begin with `masks`, of the result and of its further seeds, if they are there."""
+    """The tables of masks whose names begin with `masks`, of a result and of its further seeds, if there."""
     jobs = (name, *(f"{name}-seed{seed}" for seed in SEEDS[1:]))
     entries = (entry for job in jobs if job in results for entry in results[job]["masks"].items())
     return [table for mask, table in entries if mask.startswith(masks)]

@@ -107,7 +107,15 @@ def conditions(job):
     if job.what == "similarity":
         matrix = [[1.0 if row == column else 0.3 for column in range(len(TASKS))] for row in range(len(TASKS))]
         return {"similarity": {"sets": list(TASKS), "keys": matrix, "input": matrix, "task_mlp": matrix}}
+    if job.what == "crossed":
+        ways = {"routed": routed(), "full": flat(0.0), "all_sparse": flat(1.0)}
+        return {"crossed": {way: of_other_tasks(of_sets) for way, of_sets in ways.items()}}
     return {"lengths": {"1024": {"routed": routed(), "full": flat(0.0), "all_sparse": flat(1.0)}}}
+
+
+def of_other_tasks(of_sets):
+    rows = [{**row, "set": f"{row['set']}-question", "task": "single_qa"} for row in of_sets["tasks"]]
+    return {**of_sets, "tasks": rows}
 
 
 def all_results():

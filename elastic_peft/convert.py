@@ -320,6 +320,6 @@ def _save(output: Path, config: ElasticConfig, routers: Mapping[str, Mapping[str
 
 
 def _check_output(output: Path) -> None:
-    """Raise ValueError if something is there: an adapter's weights and figures are not to be mixed with another's."""
+    """Raises ValueError if something is there: an adapter's weights and figures are not to be mixed with another's."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"`output` must be a new or an empty folder, got {str(output)!r}.")

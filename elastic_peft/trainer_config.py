@@ -110,7 +110,9 @@ class ElasticSFTConfig(SFTConfig):
             ("temperature_schedule", TEMPERATURE_SCHEDULES),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}."
+                )
         if not self.router_learning_rate > 0:
             raise ValueError(f"`router_learning_rate` must be positive, got {self.router_learning_rate}.")
         if not self.multiplier_learning_rate >= 0:

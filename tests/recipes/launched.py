@@ -1,4 +1,4 @@
-"""`train_sft.py` as a launcher starts it, on CPUs; `DIES_AT_STEP` ends the second process at that step.
+"""`train_sft.py` as a launcher starts it; `DIES_AT_STEP` ends the second process at that step.
 
 accelerate shards a model on accelerators only, and leaves FSDP out without a word on CPUs: here it takes it there too.
 Older versions of transformers resume with the optimizer's state on the process's own device: torch knows `cpu:1` here.

@@ -58,7 +58,7 @@ def draw(results, name):
 def test_the_pareto_picture_shows_every_seed_and_static_way(results):
     ax = draw(results, "pareto").axes[0]
     large = [len(line.get_xdata()) for line in ax.lines if line.get_markersize() == 9]
-    assert large == [3, 3, 1, 1, 5, 1], "three seeds, also of learned masks, one of each ranking, five random, one by kind"
+    assert large == [3, 3, 1, 1, 5, 1], "three seeds, routed and learned; one each of two rankings, five random, one"
 
 
 def test_speed_is_read_from_the_measured_rows():

@@ -85,7 +85,8 @@ def calibrate(
                 if math.isfinite(high - low):
                     config.sparsity_bias = (low + high) / 2
                 else:
-                    step = margin if step is None else 2 * step
+                    # Logits that are all equal have no distance to begin with.
+                    step = (margin or 1.0) if step is None else 2 * step
                     config.sparsity_bias += step if msr < target_msr else -step
     except BaseException:
         config.sparsity_bias = before

@@ -257,7 +257,8 @@ def test_continuous_batching_is_refused(model, call):
         calls[call]()
 
 
-def test_the_base_model_still_batches_continuously(model):
+def test_the_base_model_still_batches_continuously():
+    model = routed("FA-SSA")  # its own: transformers before 5.24 leaves the paged attention set
     with model.disable_adapter():
         assert model.init_continuous_batching() is not None
 

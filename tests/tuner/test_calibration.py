@@ -6,6 +6,7 @@ from peft import PeftModel
 
 from elastic_peft import calibrate, forced_routing, last_routing
 from elastic_peft.context import routed_decoder
+from elastic_peft.hooks import active_routers
 
 
 @pytest.fixture
@@ -30,6 +31,15 @@ def test_prompts_reach_the_wanted_sparsity(make_routed, prompts, target):
     assert abs(reached.msr - target) <= 0.05
     assert mean_msr(model, prompts) == pytest.approx(reached.msr)
     assert model.peft_config["default"].sparsity_bias == reached.sparsity_bias
+
+
+@torch.no_grad()
+def test_routers_that_prefer_no_mode_can_be_moved(make_routed, prompts):
+    model = make_routed()
+    for router in active_routers(routed_decoder(model)):
+        for parameter in router.elastic_router_out.parameters():
+            parameter.zero_()
+    assert calibrate(model, prompts, 1.0).msr == 1
 
 
 def test_the_nearest_sparsity_is_reported_where_the_wanted_one_does_not_exist(make_routed, prompts):

@@ -65,7 +65,7 @@ def logarithmic_rise(ax: Axes, axis: str) -> None:
     scale.set_major_locator(FixedLocator([-1, -0.3, -0.1, -0.05, 0, 0.05, 0.1, 0.3, 1, 3]))
     scale.set_major_formatter("{x:g}")
     scale.set_minor_locator(NullLocator())
-    ax.margins(**{axis: 0.08})
+    ax.margins(x=0.08 if axis == "x" else None, y=0.08 if axis == "y" else None)
     {"x": ax.axvline, "y": ax.axhline}[axis](0, color="grey", linewidth=0.8)
 
 

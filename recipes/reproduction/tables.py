@@ -195,9 +195,7 @@ def conditions(results: Results) -> list[Table]:
             rows = _side_by_side({"sampled": result["sampled"]}, ("msr", "nll"))
             tables.append(Table(f"{name}: sampled decisions", shows, rows))
         if "crossed" in result:
-            shows = (
-                "Documents of the sets with another task than theirs: routing by the text alone takes the set's MSR."
-            )
+            shows = "The same documents with another task than their set's."
             adapter = result["job"]["needs"][0]
             title = f"Other tasks over the same documents: {adapter}"
             tables.append(Table(title, shows, _side_by_side(result["crossed"])))

@@ -11,6 +11,15 @@ SEEDS = (0, 1, 2)
 #: The adapter whose mean MSR the static masks are given.
 REFERENCE = "fa-ssa-seed0"
 STATIC = "static-gates"
+#: Ways of choosing the same heads for every prompt: the job that measured one, and its mask's name there.
+ONE_MASK = {
+    "static_random": ("masks-random", "random0"),
+    "static_retrieval": ("masks-retrieval", "retrieval"),
+    "static_loss": ("masks-loss", "loss"),
+    "static_learned": ("masks-learned", "learned"),
+}
+#: Tokens of RULER's prompts, answers included.
+RULER_LENGTHS = (2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -20,8 +29,8 @@ class Job:
     Args:
         name: of its files.
         kind: `"train"`: train an adapter and measure it; `"masks"`: measure static masks; `"adapter"`: measure a
-            trained adapter in other conditions.
-        what: which masks or conditions, see `reproduction.masks` and `reproduction.kinds`.
+            trained adapter in other conditions; `"ruler"`: score its answers to RULER's prompts.
+        what: which masks or conditions, see `reproduction.masks` and `reproduction.kinds`; tokens of RULER's prompts.
         needs: jobs whose results it reads.
         config: fields of `ElasticConfig` that differ from the recipe.
         arguments: fields of `ElasticSFTConfig` that differ from the recipe.
@@ -51,7 +60,16 @@ class Job:
 
 def all_jobs() -> list[Job]:
     """Every job, the most important first."""
-    return [*_main(), *_schedules(), *_statics(), *_other_pairs(), *_conditions(), *_generalisation(), *_ablations()]
+    return [
+        *_main(),
+        *_schedules(),
+        *_statics(),
+        *_other_pairs(),
+        *_conditions(),
+        *_generalisation(),
+        *_ruler(),
+        *_ablations(),
+    ]
 
 
 def _t_values(sensitive: float = 0.7, robust: float = 0.9) -> dict[str, dict[str, float]]:
@@ -176,6 +194,22 @@ def _crossed(name: str, phrasing: str = "all", sets: tuple[str, ...] = tuple(TAS
     config = {"pool_size": 40, "t_values": {**_t_values()["t_values"], "continuation": 0.9}}
     arguments = {"max_steps": 600}
     return Job(name, "train", "", (), config, arguments, sets, phrasing, is_crossed=True, seed=seed)
+
+
+def _ruler() -> list[Job]:
+    """RULER by the first seed of each pair, and with the same heads sparse for every prompt."""
+    masks = tuple(name for name, _ in ONE_MASK.values())
+    return [
+        Job(
+            f"{pair.lower()}-seed0-ruler-{length}",
+            "ruler",
+            what=str(length),
+            needs=(f"{pair.lower()}-seed0", *masks),
+            config={"mode_pair": pair},
+        )
+        for pair in ("FA-SSA", "FA-XA", "XA-SSA")
+        for length in RULER_LENGTHS
+    ]
 
 
 def _ablations() -> list[Job]:

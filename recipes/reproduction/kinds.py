@@ -1,4 +1,4 @@
-"""How each kind of job runs: a training, static masks, a trained adapter in other conditions."""
+"""How each kind of job runs: a training, static masks, a trained adapter in other conditions, or on RULER."""
 
 from typing import Any
 
@@ -12,16 +12,18 @@ from reproduction.masks import measure_masks
 from reproduction.measuring import measure
 from reproduction.phrasings import varied
 from reproduction.representations import task_similarity
-from reproduction.results import mean_msr, read_result
+from reproduction.results import mean_msr, read_result, static_masks
 from reproduction.training import load_base, train
 from reproduction.workplace import Workplace, summary
 
+from elastic_peft.evaluation.ruler import build_examples
+from elastic_peft.evaluation.ruler_run import evaluate
 from elastic_peft.evaluation.static_masks import static_preferences
 
 
 def run_job(job: Job, place: Workplace) -> dict[str, Any]:
     """Runs a job; its result, ready for JSON."""
-    return {"train": _train, "masks": measure_masks, "adapter": _adapter}[job.kind](job, place)
+    return {"train": _train, "masks": measure_masks, "adapter": _adapter, "ruler": _ruler}[job.kind](job, place)
 
 
 def _train(job: Job, place: Workplace) -> dict[str, Any]:
@@ -94,3 +96,14 @@ def _adapter(job: Job, place: Workplace) -> dict[str, Any]:
         examples = [example for example in resized if example is not None]
         lengths[str(length)] = {way: place.measure(model, examples, forced) for way, forced in ways.items()}
     return {"lengths": lengths}
+
+
+def _ruler(job: Job, place: Workplace) -> dict[str, Any]:
+    adapter, *jobs = job.needs
+    masks = static_masks({name: read_result(place.output, name) for name in jobs})
+    examples = build_examples(place.tokenizer, place.ruler_sources, int(job.what), samples=place.ruler_samples)
+    static = {way: torch.tensor(mask, dtype=torch.bool) for way, mask in masks.items()}
+    rows = evaluate(
+        place.load(adapter), place.tokenizer, examples, static=static, batch_tokens=place.ruler_batch_tokens
+    )
+    return {"ruler": rows}

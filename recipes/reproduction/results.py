@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from reproduction.jobs import all_jobs
+from reproduction.jobs import ONE_MASK, all_jobs
 
 
 #: Results by job.
@@ -42,3 +42,8 @@ def write_result(output: Path, name: str, result: dict[str, Any]) -> None:
 def mean_msr(result: Mapping[str, Any], sets: Sequence[str]) -> float:
     """Mean model sparsity ratio over sets, each counted once, of a result with a table of tasks."""
     return mean(row["msr"] for row in result["tasks"] if row["set"] in sets)
+
+
+def static_masks(results: Results) -> dict[str, list[list[int]]]:
+    """The masks for every prompt, by way of choosing them: 1 = sparse, a row a layer."""
+    return {way: results[name]["masks"][mask]["mask"] for way, (name, mask) in ONE_MASK.items() if name in results}

@@ -35,7 +35,7 @@ from reproduction.workplace import Workplace
 
 WAIT = 1.0  # seconds between looks at what other workers finished
 #: Guesses before a job of a kind has been timed, in seconds: whole jobs, and each step of a training.
-GUESS = {"train": 25.0, "masks": 30.0, "adapter": 60.0}
+GUESS = {"train": 25.0, "masks": 30.0, "adapter": 60.0, "ruler": 120.0}
 STEP_GUESS = 0.3
 
 

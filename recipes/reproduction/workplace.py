@@ -12,7 +12,10 @@ from reproduction.jobs import Job
 from reproduction.measuring import Measured, measure
 from reproduction.recipe import RECIPES, Recipe, read_recipe
 from reproduction.training import load_base
+from ruler_text import python_sources
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from elastic_peft.evaluation.ruler_prompt import Sources
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Workplace:
         rows: evaluation examples of each set.
         batch_size: rows of a measured batch.
         lengths: tokens of the examples that are made longer and shorter.
+        ruler_samples: prompts of each of RULER's tasks.
+        ruler_batch_tokens: tokens of a batch of RULER's prompts: several workers share a GPU.
         recipes: folder of the recipes.
     """
 
@@ -37,6 +42,8 @@ class Workplace:
     rows: int = 100
     batch_size: int = 8
     lengths: tuple[int, ...] = (1024, 2048, 8192)
+    ruler_samples: int = 20
+    ruler_batch_tokens: int = 2**18
     recipes: Path = RECIPES
 
     @cached_property
@@ -53,6 +60,11 @@ class Workplace:
     def evaluation(self) -> dict[str, list[Example]]:
         """Evaluation examples by set."""
         return load_examples(self.data, "eval")
+
+    @cached_property
+    def ruler_sources(self) -> Sources:
+        """What RULER's prompts are made of."""
+        return python_sources()
 
     def recipe(self, job: Job) -> Recipe:
         """The recipe of a job's mode pair, with what the job changes."""

@@ -91,5 +91,6 @@ def make_place(folder):
         rows=1,
         batch_size=7,
         lengths=(170, 340),
+        ruler_samples=1,
         recipes=recipes,
     )

@@ -3,18 +3,21 @@
 import json
 import time
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
 from recipes.reproduction_place import make_place, make_tokenizer
-from reproduction import run
+from reproduction import kinds, run
 from reproduction.examples import CROSSED, SENSITIVE, TASKS, choose_phrasing, interleave, load_examples, user_text
-from reproduction.jobs import REFERENCE, Job, all_jobs
+from reproduction.jobs import ONE_MASK, REFERENCE, Job, all_jobs
 from reproduction.kinds import run_job
 from reproduction.lengths import resize
 from reproduction.masks import CURVE
 from reproduction.measuring import measure
-from reproduction.results import mean_msr, write_result
+from reproduction.results import mean_msr, result_file, write_result
+
+from elastic_peft.evaluation.ruler import build_examples
 
 
 JOBS = {job.name: job for job in all_jobs()}
@@ -138,6 +141,18 @@ def test_similarities_are_cosines_between_sets(place):
         matrix = torch.tensor(result[stage])
         torch.testing.assert_close(matrix.diagonal(), torch.ones(len(TASKS)))
         torch.testing.assert_close(matrix, matrix.T)
+
+
+@pytest.mark.parametrize("pair", ["fa-ssa", "fa-xa"])
+def test_answers_to_ruler_are_scored_in_every_way(place, monkeypatch, pair):
+    monkeypatch.setattr(kinds, "build_examples", partial(build_examples, tasks=["vt"]))
+    for name in (f"{pair}-seed0", "masks-random", "masks-retrieval", "masks-loss", "masks-learned"):
+        if not result_file(place.output, name).exists():
+            write_result(place.output, name, run_job(JOBS[name], place))
+    job = replace(JOBS[f"{pair}-seed0-ruler-2048"], what="700")
+    (row,) = run_job(job, place)["ruler"]
+    assert (row["task"], row["length"], row["mode_pair"], row["n"]) == ("vt", 700, pair.upper(), 1)
+    assert set(row["score"]) == {"full", "all_sparse", "routed", *ONE_MASK}
 
 
 # Measuring

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft.utils import CONFIG_NAME
 
+from .printable import printable
 from .results import (
     HEADINGS,
     RESULTS_NAME,
@@ -36,6 +38,9 @@ MODES = {
     "XA": "block-sparse attention (XAttention)",
     "SSA": "streaming attention to a sink and a local window",
 }
+#: Characters of figures after the point; scores of RULER, from 0 to 100, have one less.
+DECIMALS = 3
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def render_card(
@@ -53,11 +58,13 @@ def render_card(
     shows means over the tasks, and leaves out those of other mode pairs. Beside them it may hold `ways` (a way of
     running to what it is), `sets` (a set to what it holds), `hardware`, `versions`, `commit`, `command`, `seeds` (the
     adapter's own first), `datasets` (trained on, as the Hub names them), and rows of any columns as `ablations` and as
-    `generalisation`: prompts unlike those trained on.
+    `generalisation`: prompts unlike those trained on. `notes` maps `tasks`, `ruler`, `ablations` and `generalisation`
+    to what a reader must know of them.
 
     Args:
         directory: folder of an adapter saved by `save_pretrained`.
-        repo_id: where the adapter is loaded from; `None` takes the folder's name.
+        repo_id: where the adapter is loaded from; `None` takes `directory` if that is a path down from the current
+            folder, and the folder's name otherwise.
         subfolder: folder of the repository that it is loaded from.
         license: licence of the adapter's weights, as the Hub names it.
 
@@ -67,6 +74,9 @@ def render_card(
     Raises:
         ValueError: no ELASTIC adapter in `directory`, `results.json` is not as described, or `repo_id` is no name of a
             repository.
+
+    Numerics:
+        Figures have three decimals; settings among the columns of `ablations` that need more are given as texts.
     """
     directory = Path(directory)
     if repo_id is not None:
@@ -76,7 +86,7 @@ def render_card(
     config = read_config(directory)
     results = read_results(directory / RESULTS_NAME)
     base_model = _model_id_on_the_hub(config.base_model_name_or_path, directory.resolve())
-    adapter = repo_id or directory.resolve().name
+    adapter = repo_id or _folder(directory)
     title = adapter.split("/")[-1]
     rows = results.get("tasks") or []
     ruler = ruler_means(row for row in results.get("ruler") or [] if row["mode_pair"] == config.mode_pair)
@@ -113,16 +123,30 @@ def render_card(
         modes=MODES,
         text=_text,
         code=_code,
+        lines=_lines,
         picture=PICTURE_NAME if (directory / PICTURE_NAME).is_file() else None,
         results=results if figures else {},
+        notes=results.get("notes") or {},
         seeds=results.get("seeds"),
-        sparsity=_table([{HEADINGS.get(name, name): row[name] for name in ROW_FIELDS} for row in rows]),
+        sparsity=_table([_ratios(row) for row in rows]),
         nll=_table([by_way(row, "nll") for row in rows if "nll" in row]),
         accuracy=_table([by_way(row, "accuracy") for row in rows if "accuracy" in row]),
-        ruler=_table(ruler),
+        ruler=_table(ruler, DECIMALS - 1),
         ablations=_table(results.get("ablations") or []),
         generalisation=_table(results.get("generalisation") or []),
     )
+
+
+def _folder(directory: Path) -> str:
+    """Where an adapter is loaded from that has no repository; no absolute path, which means nothing elsewhere."""
+    is_below = directory.parts and not directory.is_absolute() and ".." not in directory.parts
+    return directory.as_posix() if is_below else directory.resolve().name
+
+
+def _ratios(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a task's row that says how sparse it ran; its target is a setting."""
+    cells = {HEADINGS.get(name, name): row[name] for name in ROW_FIELDS}
+    return cells | ({"t": f"{row['t']:g}"} if isinstance(row["t"], float) else {})
 
 
 def _model_id_on_the_hub(name: Any, directory: Path) -> str | None:
@@ -140,7 +164,7 @@ def _model_id_on_the_hub(name: Any, directory: Path) -> str | None:
     return None if any(os.path.exists(start / name) for start in starts) else name
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(rows: Sequence[Mapping[str, Any]], decimals: int = DECIMALS) -> str:
     """A Markdown table: one line a row, one column for each key, in the order in which the rows first name them."""
     if not rows:
         return ""
@@ -148,22 +172,37 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         map(_text, columns),
         ["---"] * len(columns),
-        *([_text(row.get(name)) for name in columns] for row in rows),
+        *([_cell(row.get(name), decimals) for name in columns] for row in rows),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _cell(value: Any, decimals: int) -> str:
+    """`value` as `_text` writes it, figures with so many decimals and none as -0."""
+    if isinstance(value, Mapping):
+        return f"{value['mean']:z.{decimals}f} \N{PLUS-MINUS SIGN} {value['std']:.{decimals}f}"
+    return f"{value:z.{decimals}f}" if isinstance(value, float) else _text(value)
+
+
 def _text(value: Any) -> str:
-    """`value` as one line of Markdown that cannot end a table's cell and holds no HTML; figures with four digits."""
+    """`value` as one line of Markdown that cannot end a table's cell and holds no HTML."""
     if value is None:
         return "-"
-    if isinstance(value, Mapping):
-        return f"{value['mean']:.4g} \N{PLUS-MINUS SIGN} {value['std']:.2g}"
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return html.escape(" ".join(str(value).split()), quote=False).replace("|", "&#124;")
+        return f"{value:g}"
+    return html.escape(_visible(" ".join(str(value).split())), quote=False).replace("|", "&#124;")
 
 
 def _code(value: str) -> str:
     """`value` as a string of Python, on one line."""
-    return json.dumps(value, ensure_ascii=False).replace("```", r"\x60\x60\x60")
+    return _visible(json.dumps(value, ensure_ascii=False)).replace("```", r"\x60\x60\x60")
+
+
+def _visible(text: str) -> str:
+    """`text` that a file can hold and a reader sees: lone surrogates and control characters come as escapes."""
+    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", printable(text))
+
+
+def _lines(text: str) -> str:
+    """The same for some lines."""
+    return "\n".join(map(_visible, text.splitlines()))

@@ -26,10 +26,13 @@ PARTS = {
     "versions": dict,
     "ways": dict,
     "sets": dict,
+    "notes": dict,
     "hardware": str,
     "commit": str,
     "command": str,
 }
+#: Parts that `notes` may explain.
+NOTED = ("tasks", "ruler", "ablations", "generalisation")
 #: Metrics that map each way of running to its figure.
 WAYS_OF_RUNNING = ("nll", "accuracy")
 HEADINGS = {"msr": "MSR", "esr": "ESR", "nll": "NLL"}
@@ -54,7 +57,11 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError(f"`{name}` of `{path.name}` must be a {kind.__name__}, got {results[name]!r}.")
     if not results.get("tasks") and not results.get("ruler"):
         raise ValueError(f"`{path.name}` must hold at least one row under `tasks` or `ruler`, got none.")
-    for part in ("ways", "sets"):
+    if unknown := set(results.get("notes") or {}).difference(NOTED):
+        raise ValueError(
+            f"`notes` of `{path.name}` must be about {', '.join(NOTED)}, got {', '.join(sorted(unknown))}."
+        )
+    for part in ("ways", "sets", "notes"):
         for name, description in (results.get(part) or {}).items():
             if not isinstance(description, str):
                 raise ValueError(

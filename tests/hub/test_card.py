@@ -63,6 +63,12 @@ def results():
         "ablations": [{"pool size": 50, "NLL": 2.345678}, {"pool size": 400, "NLL": 2.333333}],
         "sets": {"code of the standard library": "modules, and how they go on"},
         "generalisation": [{"prompts": "unseen phrasings", "follows the task": "6 of 7"}],
+        "notes": {
+            "tasks": "chosen on these prompts",
+            "ruler": "own wording",
+            "ablations": "one change a row",
+            "generalisation": "**bold**: it strayed",
+        },
     }
 
 
@@ -94,8 +100,8 @@ def tables(card):
 
 def shown(figure):
     if isinstance(figure, dict):
-        return f"{figure['mean']:.4g} ± {figure['std']:.2g}"
-    return f"{figure:.4g}"
+        return f"{figure['mean']:.3f} ± {figure['std']:.3f}"
+    return f"{figure:.3f}"
 
 
 def test_metadata_says_what_the_hub_asks_for(save, results):
@@ -151,20 +157,19 @@ def numbers(text):
 
 def leaves(value):
     if isinstance(value, dict):
-        # A spread is shown with two digits, everything else with four.
-        yield from [f"{value['mean']:.4g}", f"{value['std']:.2g}"] if "std" in value else []
         yield from chain(value, *map(leaves, value.values()))
     elif isinstance(value, list):
         yield from chain(*map(leaves, value))
     else:
-        yield f"{value:.4g}" if isinstance(value, float) else str(value)
+        yield from [f"{value:.3f}", f"{value:g}"] if isinstance(value, float) else [str(value)]
 
 
 def test_no_number_of_the_results_comes_from_elsewhere(save, results):
     text = render_card(save(results)).text
     text = text[text.index("## Results") : text.index("On an NVIDIA GPU")]
     known = set().union(*(numbers(leaf) for leaf in leaves(results))) | {str(len(results["seeds"]))}
-    known |= {"90", "84.38", "16.88", "2", "1", "40"}  # RULER's means, tasks and prompts at 4096 tokens
+    known |= {"90.00", "84.38", "16.88", "2", "1", "40"}  # RULER's means, tasks and prompts at 4096 tokens
+    known |= {"99.00", "97.50", "11.00", "0.50", "0.25"}  # and at 8192
     known |= {"0", "100"}  # bounds of its scores
     assert numbers(text) <= known, sorted(numbers(text) - known)
 
@@ -183,6 +188,40 @@ def test_a_part_that_was_not_measured_is_not_mentioned(save, results, part):
         row.pop(part, None)
     assert mention[part] in whole
     assert mention[part] not in render_card(save(results)).text
+
+
+@pytest.mark.parametrize("part", ["tasks", "ruler", "ablations", "generalisation"])
+def test_a_note_stands_before_its_table(save, results, part):
+    text = render_card(save(results)).text
+    first = {
+        "tasks": "| task | set |",
+        "ruler": "| length |",
+        "ablations": "| pool size |",
+        "generalisation": "| prompts | follows",
+    }
+    assert results["notes"][part] in text[: text.index(first[part])].split("\n|")[-1]
+
+
+def test_a_note_without_its_table_is_not_shown(save, results):
+    del results["ablations"]
+    assert results["notes"]["ablations"] not in render_card(save(results)).text
+
+
+def test_accuracy_is_defined_where_it_is_shown(save, results):
+    defined = "accuracy is the share of answer tokens"
+    assert defined in render_card(save(results)).text
+    for row in results["tasks"]:
+        del row["accuracy"]
+    assert defined not in render_card(save(results)).text
+
+
+@pytest.mark.parametrize(
+    ("figure", "cell"),
+    [(-0.0001297, "0.000"), (1e-9, "0.000"), (12345.678, "12345.678"), (-0.25, "-0.250"), (50, "50")],
+)
+def test_figures_have_as_many_decimals_whatever_their_size(save, results, figure, cell):
+    results["ablations"] = [{"changed": "something", "NLL": figure}]
+    assert f"| something | {cell} |" in render_card(save(results)).text
 
 
 def test_without_figures_the_card_says_so(save):
@@ -271,6 +310,11 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
             r"must hold texts and finite numbers, got nan for NLL",
         ),
         (lambda r: r["sets"].update(code=4), r"`sets` of `results\.json` must describe each in words, got 4 for code"),
+        (
+            lambda r: r["notes"].update(tasks=4),
+            r"`notes` of `results\.json` must describe each in words, got 4 for tasks",
+        ),
+        (lambda r: r["notes"].update(sets="x"), r"`notes` of `results\.json` must be about tasks, .*, got sets"),
         (lambda r: r["ablations"][0].update(NLL=math.nan), r"must hold texts and finite numbers, got nan for NLL"),
     ],
     ids=[
@@ -286,7 +330,8 @@ def test_another_kind_of_adapter_is_refused(make_base, tmp_path):
             "set-of-signs",
             "flat-nll",
         ),
-        *("flat-score", "no-score", "length", "infinite-esr", "ruler-twice", "unlike", "sets", "ablation"),
+        *("flat-score", "no-score", "length", "infinite-esr", "ruler-twice", "unlike", "sets"),
+        *("note", "note-of-nothing", "ablation"),
     ],
 )
 def test_figures_of_another_form_are_refused(save, results, change, message):
@@ -305,8 +350,8 @@ def test_ruler_is_shown_by_length_as_means_over_its_tasks(save, results):
     assert table_after(render_card(save(results)), "RULER:") == [
         ["length", "tasks", "prompts", "full", "routed", "static random", "MSR", "ESR"],
         ["---"] * 8,
-        ["4096", "2", "40", "90", "84.38", "16.88", "0.5", "0.25"],
-        ["8192", "1", "20", "99", "97.5", "11", "0.5", "0.25"],
+        ["4096", "2", "40", "90.00", "84.38", "16.88", "0.50", "0.25"],
+        ["8192", "1", "20", "99.00", "97.50", "11.00", "0.50", "0.25"],
     ]
 
 
@@ -344,6 +389,56 @@ def test_names_cannot_leave_their_line(save, results, place):
     text = render_card(folder, license=NASTY if place == "licence" else None).text
     assert ONE_LINE in text
     assert "<img" not in text
+
+
+UNPRINTABLE, PRINTED = "a\udcff\x00b\x1b\x9fc", r"a\udcff\x00b\x1b\x9fc"
+
+
+@pytest.mark.parametrize(
+    "place", ["task", "set", "way", "ablation", "note", "hardware", "version", "commit", "command", "licence"]
+)
+def test_characters_that_no_file_or_reader_takes_come_as_escapes(save, results, tmp_path, place):
+    first = results["tasks"][0]
+    if place in ("task", "set"):
+        first[place] = UNPRINTABLE
+    elif place == "way":
+        first["nll"] = {UNPRINTABLE: 2.0}
+    elif place == "ablation":
+        results["ablations"][0] = {UNPRINTABLE: "x"}
+    elif place == "note":
+        results["notes"]["tasks"] = UNPRINTABLE
+    elif place == "version":
+        results["versions"] = {"torch": UNPRINTABLE}
+    elif place != "licence":
+        results[place] = UNPRINTABLE
+    card = render_card(save(results), license=UNPRINTABLE if place == "licence" else None)
+    card.save(tmp_path / "README.md")
+    text = ModelCard.load(tmp_path / "README.md").text
+    assert PRINTED in text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text)
+
+
+def test_a_command_keeps_its_lines(save, results):
+    results["command"] = "first \\\n    --second"
+    assert "```bash\nfirst \\\n    --second\n```" in render_card(save(results)).text
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [("out/adapter", "out/adapter"), (".", "adapter"), ("../adapter", "adapter")],
+    ids=["below", "here", "above"],
+)
+def test_an_adapter_in_a_folder_is_loaded_by_a_path_from_here(save, tmp_path, monkeypatch, given, named):
+    folder = shutil.copytree(save(), tmp_path / "out" / "adapter")
+    monkeypatch.chdir({"out/adapter": tmp_path}.get(given, folder))
+    card = render_card(given)
+    assert f'PeftModel.from_pretrained(base, "{named}")' in card.text
+    assert "\n# adapter\n" in card.text
+
+
+def test_an_absolute_path_is_not_named(save):
+    folder = save()
+    assert str(folder.parent) not in str(render_card(folder))
 
 
 def test_the_lines_to_load_it_are_python_whatever_the_folder_is_called(save, tmp_path, make_routed):

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from reproduction.examples import CONTINUED, QUESTION, Example
 from reproduction.lengths import ASSISTANT, USER, Document, split
@@ -50,6 +51,14 @@ QUOTED_WORDS, ANSWERED_WORDS = 6, 8
 CONTINUED_CHARACTERS = 300
 
 
+class _Draft(NamedTuple):
+    """A prompt and its answer as text, and the example that they replace."""
+
+    example: Example
+    prompt: str
+    answer: str
+
+
 def crossed(
     tokenizer: PreTrainedTokenizerBase, examples: dict[str, list[Example]], seed: int
 ) -> dict[str, list[Example]]:
@@ -74,9 +83,7 @@ def crossed(
     }
 
 
-def questions(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], draw: random.Random
-) -> Iterator[Example]:
+def questions(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], draw: random.Random) -> list[Example]:
     """Examples of the task `single_qa`, each about something that a given example's document states.
 
     Args:
@@ -84,6 +91,7 @@ def questions(
         examples: of the seven sets; those whose document states nothing to ask about are left out.
         draw: chooses question and words.
     """
+    drafts = []
     for example in examples:
         document = split(tokenizer, example)
         pairs = list(_QUESTIONS[example.set](document))
@@ -92,12 +100,13 @@ def questions(
             text = document.separator.join(document.records)
             closing = draw.choice(ASKING).format(question)
             prompt = _system(document) + f"{draw.choice(OPENINGS)}\n\n{text}\n\n{closing}{ASSISTANT}"
-            yield _encode(tokenizer, replace(example, set=QUESTION[example.set]), prompt, f"{answer}<|im_end|>")
+            drafts.append(_Draft(replace(example, set=QUESTION[example.set]), prompt, f"{answer}<|im_end|>"))
+    return _encode(tokenizer, drafts)
 
 
 def continuations(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], draw: random.Random
-) -> Iterator[Example]:
+) -> list[Example]:
     """Examples of the task `continuation`, each a given example's document and how it goes on; code does so anyway.
 
     Args:
@@ -105,6 +114,7 @@ def continuations(
         examples: of the seven sets.
         draw: chooses the words.
     """
+    drafts = []
     for example in examples:
         if example.set in CONTINUED:
             document = split(tokenizer, example)
@@ -117,7 +127,8 @@ def continuations(
                 f"{words}{ASSISTANT}{text}",  # as code is
             )
             prompt = _system(document) + draw.choice(forms)
-            yield _encode(tokenizer, replace(example, set=CONTINUED[example.set]), prompt, answer)
+            drafts.append(_Draft(replace(example, set=CONTINUED[example.set]), prompt, answer))
+    return _encode(tokenizer, drafts)
 
 
 def _system(document: Document) -> str:
@@ -125,9 +136,16 @@ def _system(document: Document) -> str:
     return document.head[: document.head.index(USER) + len(USER)]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, example: Example, prompt: str, answer: str) -> Example:
-    ids, answer_ids = tokenizer([prompt, answer], add_special_tokens=False).input_ids
-    return replace(example, ids=(*ids, *answer_ids), prompt_end=len(ids))
+def _encode(tokenizer: PreTrainedTokenizerBase, drafts: Sequence[_Draft]) -> list[Example]:
+    """The drafts as tokens; all at once, so that the tokenizer may use every core."""
+    if not drafts:
+        return []
+    prompts = tokenizer([draft.prompt for draft in drafts], add_special_tokens=False).input_ids
+    answers = tokenizer([draft.answer for draft in drafts], add_special_tokens=False).input_ids
+    return [
+        replace(draft.example, ids=(*prompt, *answer), prompt_end=len(prompt))
+        for draft, prompt, answer in zip(drafts, prompts, answers)
+    ]
 
 
 def _terms(document: Document) -> Iterator[tuple[str, str]]:

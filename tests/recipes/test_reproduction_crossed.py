@@ -75,15 +75,13 @@ def test_a_question_is_about_the_document_and_has_its_answer(tokenizer, name):
 
 def test_a_package_is_asked_for_fields_that_it_has(tokenizer):
     example = make_example(tokenizer, "sqa_pkg", DOCUMENTS["sqa_pkg"][0])
-    answers = {
-        text_and_answer(tokenizer, next(questions(tokenizer, [example], random.Random(s))))[1] for s in range(9)
-    }
+    answers = {text_and_answer(tokenizer, questions(tokenizer, [example], random.Random(s))[0])[1] for s in range(9)}
     assert answers == {"1.2-3<|im_end|>"}
 
 
 def test_a_document_that_states_nothing_is_not_asked_about(tokenizer):
     example = make_example(tokenizer, "code_stdlib", f"Complete this.{ASSISTANT}import os\nos.getcwd()")
-    assert list(questions(tokenizer, [example], random.Random(0))) == []
+    assert questions(tokenizer, [example], random.Random(0)) == []
 
 
 @pytest.mark.parametrize("name", CONTINUED)

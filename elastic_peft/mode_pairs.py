@@ -86,7 +86,9 @@ class PairAttention:
         fraction, noise = self.counterfactual
         if noise is not None:  # a sequence may be cut into several segments, each with a row of the gate
             noise = noise.repeat_interleave(len(gate) // len(noise), dim=0)
-        if implementation != "reference":
+        # The reference reads where sequences lie, which a graph that is being compiled cannot: it takes all as one.
+        in_graph = torch.compiler.is_compiling() and (start is not None or cu_seqlens is not None)
+        if implementation != "reference" or in_graph:
             options: dict[str, Any] = {"kept_blocks": kept_blocks, "implementation": implementation}
             options |= {"counterfactual_fraction": fraction, "counterfactual_noise": noise}
             out = operators.routed_attention(

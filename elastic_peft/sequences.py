@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,9 @@ class Sequences:
     start: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     is_padded_right: bool = False
+    # Worked out once for all layers, in graphs too, which take no `cached_property` that locks.
+    _prompt_bounds: torch.Tensor | None = field(default=None, init=False, repr=False)
+    _in_prompt: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -45,20 +48,24 @@ class Sequences:
         """Left padding of each row, on the host: waits for the device once, if there is any."""
         return [0] * self.shape[0] if self.start is None else self.start.tolist()
 
-    @cached_property
+    @property
     def prompt_bounds(self) -> torch.Tensor:
         """Bounds of three segments per sequence, left padding, prompt and what follows it, int32 `[3N + 1]`."""
-        bounds = torch.stack([self.origin, self.first, self.prompt_end], dim=1).flatten()
-        batch, length = self.shape
-        return torch.cat([bounds, bounds.new_tensor([batch * length])]).to(torch.int32)
+        if self._prompt_bounds is None:
+            bounds = torch.stack([self.origin, self.first, self.prompt_end], dim=1).flatten()
+            batch, length = self.shape
+            self._prompt_bounds = torch.cat([bounds, bounds.new_tensor([batch * length])]).to(torch.int32)
+        return self._prompt_bounds
 
-    @cached_property
+    @property
     def in_prompt(self) -> torch.Tensor:
         """Tokens that belong to a prompt, bool `[B, S]`."""
-        position = torch.arange(self.shape[0] * self.shape[1], device=self.origin.device)
-        sequence = torch.bucketize(position, self.origin, right=True) - 1
-        inside = (position >= self.first[sequence]) & (position < self.prompt_end[sequence])
-        return inside.view(self.shape)
+        if self._in_prompt is None:
+            position = torch.arange(self.shape[0] * self.shape[1], device=self.origin.device)
+            sequence = torch.bucketize(position, self.origin, right=True) - 1
+            inside = (position >= self.first[sequence]) & (position < self.prompt_end[sequence])
+            self._in_prompt = inside.view(self.shape)
+        return self._in_prompt
 
 
 def find_sequences(

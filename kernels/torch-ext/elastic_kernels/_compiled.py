@@ -1,7 +1,7 @@
 """The operators as torch.compile sees them: opaque, with the shapes of their results.
 
-A graph that is being compiled has no addresses and no device to ask, by which kernels are chosen; so it takes the call
-as a whole, and the choice is made when it runs. Forward only.
+A graph that is being compiled has no addresses and no device to ask, by which kernels are chosen, and no values, which
+the reference reads; so it takes the call as a whole, and the choice is made when it runs. Forward only.
 """
 
 import torch

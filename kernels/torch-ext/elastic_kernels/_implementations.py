@@ -68,8 +68,8 @@ def gradient_obstacle(tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
-def is_opaque(tensors: Sequence[Tensor | None], device: torch.device) -> bool:
-    """Whether a call belongs into a graph that is being compiled for a CUDA device, and learns nothing."""
-    if not torch.compiler.is_compiling() or device.type != "cuda":
-        return False
-    return not (torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors))
+def is_opaque(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a call is part of a graph that is being compiled, and no tensor that it reads needs a gradient."""
+    return torch.compiler.is_compiling() and not (
+        torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    )

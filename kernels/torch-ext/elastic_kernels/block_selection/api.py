@@ -96,7 +96,7 @@ def block_selection(
         "cu_seqlens": cu_seqlens,
         "scale": scale,
     }
-    if is_opaque((), query.device):
+    if is_opaque(()):
         from .._compiled import block_selection_op
 
         return block_selection_op(query.detach(), key.detach(), implementation=implementation, **options)

@@ -119,7 +119,7 @@ def routed_attention(
         "sinks": sinks,
         "scale": query.shape[3] ** -0.5 if scale is None else scale,
     }
-    if is_opaque((query, key, value, gate, sinks), query.device):
+    if is_opaque((query, key, value, gate, sinks)):
         from .._compiled import routed_attention_op
 
         options |= {"return_lse": return_lse, "implementation": implementation}

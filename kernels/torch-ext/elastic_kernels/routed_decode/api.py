@@ -104,7 +104,7 @@ def routed_decode(
         "sinks": sinks,
         "scale": query.shape[3] ** -0.5 if scale is None else scale,
     }
-    if is_opaque((query, key, value, sinks), query.device):
+    if is_opaque((query, key, value, sinks)):
         from .._compiled import routed_decode_op
 
         options |= {"return_lse": return_lse, "implementation": implementation}

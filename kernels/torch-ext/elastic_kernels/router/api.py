@@ -55,7 +55,7 @@ def router(
     _check_weights(weights, keys)
     _check_statistics(mean, deviation, keys)
     options: dict[str, Any] = {"mean": mean, "deviation": deviation, "sparsity_bias": sparsity_bias}
-    if is_opaque((keys, *chain.from_iterable(weights)), keys.device):
+    if is_opaque((keys, *chain.from_iterable(weights))):
         from .._compiled import router_op
 
         return router_op(keys, valid, weights, implementation=implementation, **options)

@@ -24,7 +24,15 @@ ROUTER_PREFIX = "elastic_"
 
 
 def attach_router(attention: nn.Module, layer: RoutedLayer) -> ElasticLayer:
-    """Gives an attention module its `router` and points it, and it alone, at the elastic attention function."""
+    """Gives an attention module its `router` and points it, and it alone, at the elastic attention function.
+
+    Args:
+        attention: the attention module of a decoder layer.
+        layer: its place in the decoder, and its sizes.
+
+    Returns:
+        The router, without an adapter yet.
+    """
     base_config = attention.config
     attention.router = ElasticLayer(layer, base_config)
     attention.router.train(attention.training)
@@ -34,7 +42,12 @@ def attach_router(attention: nn.Module, layer: RoutedLayer) -> ElasticLayer:
 
 
 def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
-    """Adds the hooks of the routed attention modules, of their decoder and of the model around it, each once."""
+    """Adds the hooks of the routed attention modules, of their decoder and of the model around it, each once.
+
+    Args:
+        model: a transformers model, whose `generate` is replaced if it has one.
+        decoder: the decoder inside it, or the model itself.
+    """
     for module in decoder.modules():
         if isinstance(getattr(module, "router", None), ElasticLayer) and not hasattr(module, "elastic_handles"):
             module.elastic_handles = [module.register_forward_pre_hook(route_attention, with_kwargs=True)]
@@ -57,7 +70,11 @@ def attach_hooks(model: nn.Module, decoder: nn.Module) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Removes every router and hook and gives the attention modules their configuration back."""
+    """Removes every router and hook and gives the attention modules their configuration back.
+
+    Args:
+        model: a transformers model that an ELASTIC adapter was injected into.
+    """
     for module in list(model.modules()):
         if isinstance(getattr(module, "router", None), ElasticLayer):
             _detach_router(module)

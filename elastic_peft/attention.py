@@ -231,6 +231,9 @@ def base_attention(module: nn.Module):
 
     Args:
         module: an attention module with a `router`.
+
+    Returns:
+        A function of transformers' attention interface.
     """
     config = module.router.base_config
     function = _base_function(module)

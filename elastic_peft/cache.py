@@ -50,13 +50,25 @@ class RoutingMemory(CacheLayerMixin):
     _is_padded_right = False
 
     def remember(self, gate: torch.Tensor, sequences: Sequences, config: ElasticConfig) -> None:
-        """Keeps the decisions of the prompts whose keys this layer is about to receive, and whose they are."""
+        """Keeps the decisions of the prompts whose keys this layer is about to receive, and whose they are.
+
+        Args:
+            gate: bool `[B, H]`, True = sparse.
+            sequences: the prompts' sequences, one a row.
+            config: configuration of the adapter that decided.
+        """
         self.gate, self.rules = gate, LaterRules.of(config)
         self.start = None if sequences.start is None else sequences.start.to(gate.device)
         self._is_padded_right = sequences.is_padded_right
 
     def recall(self, config: ElasticConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The remembered decisions and starts, for tokens that this layer is about to receive.
+
+        Args:
+            config: the active adapter's configuration.
+
+        Returns:
+            `gate` and `start`, as the attributes.
 
         Raises:
             ValueError: no prompt was routed into this layer, or another adapter routed it, or padding follows it.
@@ -220,6 +232,9 @@ ROUTED_LAYERS = {DynamicLayer: RoutedDynamicLayer, StaticLayer: RoutedStaticLaye
 def empty_cache(cache: Cache) -> None:
     """Resets a cache such that its next prompt is the first.
 
+    Args:
+        cache: a transformers cache.
+
     Raises:
         ValueError: it is no cache with layers.
     """
@@ -240,6 +255,9 @@ def make_routing_memory(cache: Cache, index: int, frees_keys: bool) -> RoutingMe
         index: layer index.
         frees_keys: whether a dynamic layer shall free what streaming heads never attend again; an offloaded one stays
             whole.
+
+    Returns:
+        The layer, now of a kind that is a `RoutingMemory`, in its place in `cache`.
 
     Raises:
         ValueError: the layer is of a kind that cannot remember its routing yet.
@@ -264,6 +282,13 @@ def make_routing_memory(cache: Cache, index: int, frees_keys: bool) -> RoutingMe
 
 def routing_memory(cache: Cache, index: int) -> RoutingMemory:
     """The memory of a layer of `cache` that holds routed prompts.
+
+    Args:
+        cache: a transformers cache.
+        index: layer index.
+
+    Returns:
+        The layer itself.
 
     Raises:
         ValueError: the layer was filled without routing.

@@ -211,6 +211,12 @@ def decoder_scope(decoder: nn.Module) -> DecoderScope:
 def routed_decoder(model: nn.Module) -> nn.Module:
     """The decoder inside `model` that an ELASTIC adapter routes.
 
+    Args:
+        model: a model with an ELASTIC adapter.
+
+    Returns:
+        The module whose `layers` hold the routed attention.
+
     Raises:
         ValueError: `model` has no ELASTIC adapter.
     """
@@ -237,7 +243,11 @@ def last_routing(model: nn.Module) -> RoutingRecord | None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Runs `model` in evaluation mode and gives each of its modules back the mode that it had."""
+    """Runs `model` in evaluation mode and gives each of its modules back the mode that it had.
+
+    Args:
+        model: any module.
+    """
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -278,12 +288,15 @@ def forced_routing(model: nn.Module, decisions: torch.Tensor | str) -> Iterator[
 def forced_by_layer(
     decisions: torch.Tensor | str, heads: dict[int, int], num_sequences: int
 ) -> dict[int, torch.Tensor]:
-    """Forced decisions by layer index, bool `[B or 1, H]`.
+    """Forced decisions, as a forward pass looks them up.
 
     Args:
         decisions: as in `forced_routing`.
         heads: layer index to key-value heads, of the routed layers.
         num_sequences: sequences of the forward pass.
+
+    Returns:
+        Layer index to bool `[B or 1, H]`, True = sparse.
 
     Raises:
         ValueError: `decisions` has other sequences, layers or heads.

@@ -24,7 +24,13 @@ NO_SEQUENCE = -1
 
 
 def task_targets(config: ElasticConfig) -> dict[str, float]:
-    """Target model sparsity ratio by task, in the order of `task_id`: `t_values` as declared, then the default task.
+    """Target model sparsity ratio by task.
+
+    Args:
+        config: an adapter's configuration.
+
+    Returns:
+        Task name to target, in the order of `task_id`: `t_values` as declared, then the default task.
 
     Raises:
         ValueError: `t_values` names the default task.
@@ -153,9 +159,14 @@ def _row_routing(features: list[dict[str, Any]], batch: Mapping[str, Any]) -> di
 
 
 def calibration_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a forward pass over a `RoutingCollator`'s batch that runs for the pooled keys alone.
+    """A `RoutingCollator`'s batch as input of a forward pass that runs for the pooled keys alone.
 
-    Segments of padding are cut off, so that they do not count as sequences; no logits but the last are computed.
+    Args:
+        batch: what a `RoutingCollator` returned.
+
+    Returns:
+        Keyword arguments of the model. Segments of padding are cut off, so that they do not count as sequences; no
+        logits but the last are computed.
     """
     inputs = {key: value for key, value in batch.items() if key not in (*ROUTING_COLUMNS, "labels")}
     sequences = int((batch["task_id"] != NO_SEQUENCE).sum())

@@ -57,6 +57,9 @@ def describe_model(model: nn.Module) -> DecoderSpec:
     Args:
         model: a transformers decoder, alone or under a head.
 
+    Returns:
+        Where the decoder is, its layers that can be routed, and why the others cannot.
+
     Raises:
         ValueError: no layer can be routed; the message gives the reason.
     """

@@ -84,6 +84,9 @@ def temperature(schedule: str, progress: float, start: float, end: float) -> flo
         start: temperature at the start, positive.
         end: final temperature, positive.
 
+    Returns:
+        The temperature, between `end` and `start`.
+
     Raises:
         ValueError: unknown `schedule`.
 

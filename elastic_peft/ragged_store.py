@@ -151,6 +151,9 @@ class RaggedStore:
     def take_back(self, count: int) -> None:
         """Forgets the newest tokens.
 
+        Args:
+            count: tokens of each row to forget.
+
         Raises:
             ValueError: more tokens than the rings give back, or than a padded row holds.
         """

@@ -93,6 +93,9 @@ def find_sequences(
         prompt_end: `[N]` or one integer, in slots from the start of each row or segment; wins over `labels`.
         packed: whether `position_ids` may describe packed rows.
 
+    Returns:
+        The rows, or the segments of packed rows, and where the prompt of each ends.
+
     Raises:
         ValueError: a row with padding inside it; a mask of another kind, or one that hides more or less than padding
             and later tokens; `prompt_end` of another dtype or number of sequences.

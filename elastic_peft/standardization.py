@@ -82,5 +82,8 @@ def is_calibrated(model: nn.Module) -> bool:
 
     Args:
         model: a model with an ELASTIC adapter.
+
+    Returns:
+        True too where no router standardises its input.
     """
     return all(bool(standardizer.calibrated) for standardizer in _standardizers(model).values())

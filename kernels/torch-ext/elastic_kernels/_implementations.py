@@ -28,6 +28,9 @@ def choose(
         find_obstacle: says why the fused kernels cannot compute the call, None if they can.
         names: implementations of the operator; `"triton"` is chosen where it can be.
 
+    Returns:
+        The name of the implementation that shall run.
+
     Raises:
         ValueError: an unknown name, or a named implementation that does not compute the call.
     """

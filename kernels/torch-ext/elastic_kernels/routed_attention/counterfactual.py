@@ -28,6 +28,12 @@ class SampledTiles(NamedTuple):
 def tiles_per_stratum(fraction: float) -> int:
     """The `n` of which `fraction` is the inverse.
 
+    Args:
+        fraction: as `counterfactual_fraction` in `routed_attention`.
+
+    Returns:
+        `n`, from 1 to 1024.
+
     Raises:
         ValueError: there is none.
     """
@@ -46,13 +52,16 @@ def num_strata(length: int, fraction: float) -> int:
 
 
 def sample_tiles(fraction: float, noise: Tensor | None, gate: Tensor, query_length: int) -> SampledTiles | None:
-    """The tiles that `noise` samples, None at a fraction of 1.
+    """The tiles that `noise` samples; `None` at a fraction of 1, where all count.
 
     Args:
         fraction: as `counterfactual_fraction` in `routed_attention`.
         noise: as `counterfactual_noise` there.
         gate: `[N, Hkv]`.
         query_length: queries a row.
+
+    Returns:
+        One sampled tile of each stratum for every sequence and key-value head.
 
     Raises:
         ValueError: an argument that breaks a rule of `routed_attention`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -163,12 +164,13 @@ def similarity_figure(similarity: Mapping[str, Any], tasks: Sequence[str]) -> Fi
 def _matrix(similarity: Mapping[str, Any], stage: str, size: int) -> torch.Tensor:
     if stage not in similarity:
         raise ValueError(f"`similarity` must hold {', '.join(map(repr, STAGES))}, got none of {stage!r}.")
+    given, name = similarity[stage], f"`similarity[{stage!r}]`"
     try:
-        matrix = torch.as_tensor(similarity[stage])
-    except ValueError as error:  # lists of different lengths
-        raise ValueError(f"`similarity[{stage!r}]` must be a matrix, got {error}.") from error
+        matrix = torch.as_tensor(given, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:  # what it raises depends on what is wrong
+        raise ValueError(f"{name} must be a matrix of numbers, got {reprlib.repr(given)}.") from error
     if matrix.shape != (size, size):
-        raise ValueError(f"`similarity[{stage!r}]` must be [{size}, {size}] as `tasks`, got {list(matrix.shape)}.")
+        raise ValueError(f"{name} must be [{size}, {size}] as `tasks`, got {list(matrix.shape)}.")
     return matrix
 
 

@@ -122,9 +122,15 @@ def test_similarity_is_written_light_where_cells_are_dark():
         ({"input": None}, ["qa", "code"], "`similarity` must hold 'keys', 'input', 'task_mlp', got none of 'input'."),
         ({"keys": torch.ones(2, 3)}, ["qa", "code"], "`similarity['keys']` must be [2, 2] as `tasks`, got [2, 3]."),
         ({}, ["qa", "code", "sum"], "`similarity['keys']` must be [3, 3] as `tasks`, got [2, 2]."),
-        ({"task_mlp": [[1.0, 0.0], [1.0]]}, ["qa", "code"], "`similarity['task_mlp']` must be a matrix, got "),
+        (
+            {"task_mlp": [[1.0, 0.0], [1.0]]},
+            ["qa", "code"],
+            "`similarity['task_mlp']` must be a matrix of numbers, got [[1.0, 0.0], [1.0]].",
+        ),
+        ({"keys": "ab"}, ["qa", "code"], "`similarity['keys']` must be a matrix of numbers, got 'ab'."),
+        ({"keys": {}}, ["qa", "code"], "`similarity['keys']` must be a matrix of numbers, got {}."),
     ],
-    ids=["no-tasks", "no-stage", "not-square", "other-size", "ragged"],
+    ids=["no-tasks", "no-stage", "not-square", "other-size", "ragged", "text", "mapping"],
 )
 def test_similarity_refuses(stages, tasks, message):
     given = dict.fromkeys(STAGES, torch.eye(2)) | stages

@@ -1,6 +1,8 @@
 """What the pictures of the reproduction have in common: how sets look, how axes are labelled and finished."""
 
 from collections.abc import Sequence
+from itertools import count
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -76,6 +78,31 @@ def set_rows(ax: Axes, names: Sequence[str]) -> None:
     border = sum(name in SENSITIVE for name in names)
     if 0 < border < len(names):
         ax.axhline(border - 0.5, color="grey", linewidth=0.8, linestyle=":")
+
+
+def write_beside(figure: Figure, ax: Axes, marks: Sequence[tuple[str, str, tuple[float, float]]]) -> None:
+    """Writes a short text beside each mark of a finished picture, where it hides neither a mark nor another text.
+
+    Args:
+        figure: the axes' own.
+        ax: with its final limits.
+        marks: text, colour, and where the mark is.
+    """
+    figure.draw_without_rendering()  # lays the axes out
+    places = ax.transData.transform([place for *_, place in marks]) * 72 / figure.dpi
+    taken = [(place, np.array([3.0, 3.0])) for place in places]
+    directions = [np.array([np.cos(angle), np.sin(angle)]) for angle in np.deg2rad(np.arange(0, 360, 30))]
+    for (text, color, at), place in zip(marks, places):
+        half = np.array([3.2 * len(text) + 0.5, 4.5])
+        shifts = (radius * direction for radius in count(8, 6) for direction in directions)
+        shift = next(
+            s for s in shifts if not any((abs(place + s - other) < half + size).all() for other, size in taken)
+        )
+        taken.append((place + shift, half))
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "small", "color": color}
+        note = ax.annotate(text, at, tuple(shift), textcoords="offset points", arrowprops=line, **style)
+        note.set_in_layout(False)
 
 
 def offsets(count: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from reproduction.chart_style import (
     finish,
     logarithmic_rise,
     new_figure,
+    write_beside,
 )
 from reproduction.charts_speed import add_speed
 from reproduction.examples import ROBUST, SENSITIVE, TASKS
@@ -149,9 +150,7 @@ def trades(results: Results) -> Figure:
     )
     for ax, x, y, corner, title, x_label in panels:
         for number, ((label, color), rows) in enumerate(kinds.items(), 1):
-            size = 5 + 2 * len(str(number))
-            style = {"marker": f"${number}$", "markersize": size, "color": color, "label": label, "ls": ""}
-            style["zorder"] = 3 if color == RED else 2
+            style = {"marker": "o", "markersize": 4, "color": color, "label": f"{number}: {label}", "ls": ""}
             ax.plot([row[x] for row in rows], [row[y] for row in rows], **style)
         logarithmic_rise(ax, "y")
         _shade(ax, *corner)
@@ -159,6 +158,16 @@ def trades(results: Results) -> Figure:
     figure.suptitle("Other settings than the recipe's; shaded: what is asked", fontsize="medium")
     handles = top.get_legend_handles_labels()
     figure.legend(*handles, title=names, title_fontsize="small", loc="outside right upper", fontsize="small")
+    for ax, x, y, *_ in panels:
+        write_beside(
+            figure,
+            ax,
+            [
+                (str(number), color, (row[x], row[y]))
+                for number, ((_, color), rows) in enumerate(kinds.items(), 1)
+                for row in rows
+            ],
+        )
     return figure
 
 

@@ -20,7 +20,7 @@ from reproduction.chart_style import (
     set_rows,
 )
 from reproduction.examples import TASKS
-from reproduction.findings import by_length, left_out, unseen_phrasings
+from reproduction.generalisation import CROSSED, RECIPE, VARIED, Training, by_length, left_out, unseen_phrasings
 from reproduction.results import Results
 from reproduction.tables import full_attention, rise, trainings
 
@@ -30,19 +30,30 @@ def generalisation(results: Results) -> Figure:
 
     Open marks: the instructions of training had more words.
     """
+    more = {
+        "left out, more words in training": (RED, "X", "none", left_out(results, VARIED.prefix)),
+        "phrasings never trained on, more words": (GREEN, "D", "none", unseen_phrasings(results, VARIED.prefix)),
+    }
+    return _by_set(results, RECIPE, more)
+
+
+def crossed(results: Results) -> Figure:
+    """The same of trainings on other tasks over the same documents too, beside their own kind trained on every set."""
+    return _by_set(results, CROSSED)
+
+
+def _by_set(results: Results, training: Training, more: Mapping[str, tuple] | None = None) -> Figure:
     figure = new_figure(10, 5.2)
     left, right = figure.subplots(1, 2, sharey=True)
-    series = {
+    series: dict[str, tuple] = {
         "trained with it, each seed": (BLUE, "o", BLUE, None),
-        "left out of training": (RED, "X", RED, left_out(results)),
-        "left out, more words in training": (RED, "X", "none", left_out(results, "varied-")),
-        "phrasings never trained on": (GREEN, "D", GREEN, unseen_phrasings(results)),
-        "phrasings never trained on, more words": (GREEN, "D", "none", unseen_phrasings(results, "varied-phrasings")),
+        "left out of training": (RED, "X", RED, left_out(results, training.prefix)),
+        "phrasings never trained on": (GREEN, "D", GREEN, unseen_phrasings(results, training.prefix)),
     }
-    series = {label: look for label, look in series.items() if look[-1] != {}}
+    series = {label: look for label, look in {**series, **(more or {})}.items() if look[-1] != {}}
     names = list(TASKS)
     for offset, (label, (color, marker, fill, measured)) in zip(offsets(len(series)), series.items()):
-        rows, points = _trained(results) if measured is None else _points(measured, names)
+        rows, points = _trained(results, training) if measured is None else _points(measured, names)
         for ax, values in zip((left, right), zip(*points)):
             style = {"color": color, "marker": marker, "mfc": fill, "markersize": 6, "label": label}
             ax.plot(values, np.add(rows, offset), ls="", **style)
@@ -59,10 +70,10 @@ def _points(measured: Mapping, names: list[str]) -> tuple[list[int], list]:
     return [names.index(name) for name in measured], list(measured.values())
 
 
-def _trained(results: Results) -> tuple[list[int], list]:
+def _trained(results: Results, training: Training) -> tuple[list[int], list]:
     full = full_attention(results)
     rows, points = [], []
-    for run in trainings(results, "fa-ssa"):
+    for run in trainings(results, training.on_every_set):
         for entry in run["tasks"]:
             rows.append(list(TASKS).index(entry["set"]))
             points.append((entry["msr"], rise(run, full, entry["set"])))

@@ -3,9 +3,10 @@
     cd recipes
     python -m reproduction.collect --output ../out/reproduction --commit COMMIT
 
-Writes `{output}/{pair}/results.json`, where it leaves `ruler` as it is, `{output}/static_masks.json` for
-`recipes/evaluate.py --static`, and the tables, `{output}/tables.md`. What no job has measured yet is left out, and
-so is, with a line that says so, what was measured on other examples than the routed adapters.
+Writes `{output}/{pair}/results.json`, where it leaves `ruler` as it is if no job scored that, the masks
+`{output}/static_masks.json` for `recipes/evaluate.py --static`, and the tables, `{output}/tables.md`. What no job has
+measured yet is left out, and so is, with a line that says so, what was measured on other examples than the routed
+adapters.
 """
 
 import argparse
@@ -16,11 +17,12 @@ from statistics import mean, stdev
 from typing import Any
 
 from reproduction.examples import TASKS
-from reproduction.findings import TOLERATED, bars, generalisation
+from reproduction.findings import bars
+from reproduction.generalisation import TOLERATED, judgements
+from reproduction.generalisation_tables import explain, long_rows, pivot
 from reproduction.jobs import REFERENCE
-from reproduction.results import Results, read_all
+from reproduction.results import Results, read_all, static_masks
 from reproduction.tables import (
-    WAYS,
     Table,
     column,
     conditions,
@@ -46,25 +48,34 @@ DESCRIPTIONS = {
     "all_retrieval": "every head in the retrieval mode",
     "all_sparse": "every head in the sparse mode",
     "routed": "each head of each prompt as its router decides",
-    "static_random": "the same heads sparse for every prompt, as many as routed ones on average; here drawn at "
-    "random, mean and deviation of five draws",
+    "static_random": "the same heads sparse for every prompt, as many as routed ones on average; here drawn at random",
     "static_retrieval": "the same, heads ranked by how well they retrieve, as in DuoAttention",
     "static_loss": "the same, heads ranked by what each costs alone",
     "static_learned": "the same, heads ranked by gates that were trained without seeing the prompt, as in PruLong",
     "static_category": "the same, learned for the question-answering sets and for the others apart, which takes to "
     "know the kind of every prompt",
 }
-STRAYED = (
-    "Not where MSR moved towards the other kind of sets by over half of what is between them, or NLL over full grew "
-    f"by over {TOLERATED:g}."
-)
-#: The masks that one choice of heads makes for every set.
-ONE_MASK = {
-    "static_random": "random0",
-    "static_retrieval": "retrieval",
-    "static_loss": "loss",
-    "static_learned": "learned",
+#: Ways of running that may be measured several times, to what differs between the measurements.
+REPEATED = {"static_random": "draw", "static_learned": "training seed", "static_category": "training seed"}
+#: Set to what an example of it is.
+SETS = {
+    "sqa_foldoc": "what one of many entries of FOLDOC, a glossary of computing, says",
+    "sqa_pkg": "the description of one package in a list of Debian packages",
+    "niah_single": "a number hidden in the prose of Debian's handbook, as RULER's needle, in wording of our own",
+    "mhop_wordnet": "two hops over facts of WordNet: what a word is a kind of, and what that means",
+    "summ_rfc": "the abstract of an RFC from its body",
+    "code_stdlib": "the next lines of a module of Python's standard library",
+    "icl_wordnet": "WordNet's class of a word, after many that are solved",
 }
+CHOSEN = "The recipe was chosen, among the jobs `trade-*`, on the same evaluation prompts that judge it here."
+RISES = (
+    "Rise: NLL above full attention, nats a token; worst rise: that of the set where it is largest; sensitive are the "
+    "question-answering sets, robust the others."
+)
+JUDGED = (
+    "Not where MSR moved towards the other kind of sets by over half of what is between them. NLL is lost where it is "
+    f"over {TOLERATED:g} above full and has grown by over {TOLERATED:g}."
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         record = pair_results(results, pair, args.commit)
         file = args.output / pair / "results.json"
         file.parent.mkdir(exist_ok=True)
-        if file.exists():  # recipes/evaluate.py adds these
+        if file.exists() and not record["ruler"]:  # recipes/evaluate.py adds these
             record["ruler"] = json.loads(file.read_text(encoding="utf-8")).get("ruler", [])
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (args.output / "static_masks.json").write_text(json.dumps(static_masks(results)), encoding="utf-8")
@@ -98,46 +109,42 @@ def trained_pairs(results: Results) -> list[str]:
 
 def all_tables(results: Results) -> list[Table]:
     """Every table that has rows."""
-    asked = "Means over the training seeds; NLL in nats a token, of masks with the routed adapter's mean MSR."
+    asked = (
+        "Means over the training seeds; NLL in nats a token. Static masks have the mean MSR of the first seed's "
+        "adapter: the mean over their draws or seeds, less the routed adapters' mean."
+    )
     tables = [Table("What FA-SSA is asked", asked, bars(results))]
     for pair in trained_pairs(results):
         seeds = seeds_of(results, pair)
         title = f"{pair.upper()}, {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}: NLL"
         shows = "Nats a token, lower is better; MSR and ESR are those of the routed adapters."
         tables.append(Table(title, shows, _nll_rows(set_rows(results, pair))))
-    above = "Nats a token, at the routed adapter's mean MSR; below 0 the masks are better than routing."
+    above = (
+        "Nats a token: the mean over the measured masks, all with the mean MSR of the first seed's adapter, less the "
+        f"mean over the routed adapters, {len(seeds_of(results, 'fa-ssa'))}; below 0 the masks are better."
+    )
     tables.append(Table("NLL of static masks above routing", above, margins(results)))
-    judged = generalisation(results)
-    for condition in dict.fromkeys(row["condition"] for row in judged):
-        rows = [{key: value for key, value in row.items() if key != "condition"} for row in judged]
-        rows = [row for row, of in zip(rows, judged) if of["condition"] == condition]
-        tables.append(Table(f"Does routing follow the task? {condition}", STRAYED, rows))
-    rises = "Rise: NLL above full attention, nats a token; the worst set of each kind, and the mean of all."
+    for condition, rows in long_rows(judgements(results)).items():
+        tables.append(Table(f"Does routing follow the task? {condition}", JUDGED, rows))
     pairs = tuple(f"{pair}-seed" for pair in PAIRS)
     return [
         table
         for table in (
             *tables,
-            Table("Each seed", rises, outcomes(results, pairs)),
-            Table("Other settings than the recipe's", rises, outcomes(results, (REFERENCE, "trade-"))),
+            Table("Each seed", RISES, outcomes(results, pairs)),
+            Table("Other settings than the recipe's", RISES, outcomes(results, (REFERENCE, "trade-"))),
             Table("What those settings are", f"The first row, {REFERENCE}, is the recipe.", tried(results)),
-            Table("Ablations", f"The recipe, and one change of it a row. {rises}", _means(ablations(results))),
+            Table("Ablations", f"The recipe, and one change of it a row. {RISES}", _means(ablations(results))),
             *conditions(results),
         )
         if table.rows
     ]
 
 
-def static_masks(results: Results) -> dict[str, list[list[int]]]:
-    """The masks for every set, by way of choosing them: 1 = sparse, a row a layer."""
-    chosen = ((way, WAYS[way][0], mask) for way, mask in ONE_MASK.items())
-    return {way: results[name]["masks"][mask]["mask"] for way, name, mask in chosen if name in results}
-
-
 def pair_results(results: Results, pair: str, commit: str | None) -> dict[str, Any]:
     """A mode pair's `results.json`: means over its seeds with the spread; static masks beside FA-SSA alone."""
     routed, tasks = trainings(results, pair), set_rows(results, pair)
-    ways = tasks[0]["nll"]
+    judged = judgements(results) if pair == "fa-ssa" else []
     record = {
         "hardware": routed[0]["hardware"],
         "versions": {name: version for name, version in routed[0]["versions"].items() if version},
@@ -145,12 +152,38 @@ def pair_results(results: Results, pair: str, commit: str | None) -> dict[str, A
         "command": COMMAND,
         "seeds": seeds_of(results, pair),
         "examples": routed[0]["tasks"][0]["n"],
-        "ways": {way: DESCRIPTIONS[way] for way in ways},
+        "ways": {way: _describe(way, len(tables)) for way, tables in ways_of(results, pair).items()},
+        "sets": SETS,
         "tasks": tasks,
+        "bars": bars(results) if pair == "fa-ssa" else [],
+        "generalisation": pivot(judged),
         "ablations": ablations(results) if pair == "fa-ssa" else [],
-        "ruler": [],
+        "ruler": ruler_rows(results, pair),
     }
-    return record | ({"bars": bars(results), "generalisation": generalisation(results)} if pair == "fa-ssa" else {})
+    return record | {"notes": _notes(record, explain(judged))}
+
+
+def _describe(way: str, count: int) -> str:
+    if way not in REPEATED:
+        return DESCRIPTIONS[way]
+    return f"{DESCRIPTIONS[way]}; {f'mean over {count} {REPEATED[way]}s' if count > 1 else f'one {REPEATED[way]}'}"
+
+
+def _notes(record: Mapping[str, Any], generalisation: str) -> dict[str, str]:
+    """What a reader must know of each part that there is."""
+    notes = {
+        "tasks": f"{record['examples']} evaluation prompts of each set, at most 4096 tokens with the answer. {CHOSEN}",
+        "ruler": "By the first seed's adapter.",
+        "generalisation": generalisation,
+        "ablations": f"One change of the recipe a row; the first is the recipe. One seed where no spread is. {RISES}",
+    }
+    return {part: note for part, note in notes.items() if record[part]}
+
+
+def ruler_rows(results: Results, pair: str) -> list[dict[str, Any]]:
+    """The rows of every length at which a job scored RULER's tasks with a mode pair."""
+    scored = (result for result in results.values() if result["job"]["kind"] == "ruler")
+    return [row for result in scored for row in result["ruler"] if row["mode_pair"] == pair.upper()]
 
 
 def set_rows(results: Results, pair: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ to hub_cards/reproduction.svg.
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from reproduction.chart_style import (
     BLUE,
     LABELS,
     MSR,
-    RISE,
+    SCALED_RISE,
     STYLES,
     finish,
     logarithmic_rise,
@@ -28,8 +28,8 @@ from reproduction.chart_style import (
     offsets,
     set_rows,
 )
-from reproduction.collect import ONE_MASK, PAIRS
-from reproduction.findings import TOLERATED
+from reproduction.collect import CHOSEN, PAIRS
+from reproduction.jobs import ONE_MASK
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,8 +38,10 @@ PICTURE = CARDS / "reproduction.svg"
 BEGIN, END = "<!-- made by recipes/reproduction/readme.py -->", "<!-- end of what readme.py makes -->"
 PICTURE_TEXT = "MSR of each set, and answer NLL above full attention when routed"
 #: Way of running to its column.
-COLUMNS = {"full": "every head full", "all_sparse": "every head sparse", "routed": "routed"}
-CHOSEN = "The recipe was chosen, among the jobs `trade-*`, on the same evaluation prompts that judge it here."
+COLUMNS = {"full": "NLL, full attention", "all_sparse": "NLL, all sparse", "routed": "NLL, routed"}
+#: Accuracies nearer to each other than this are not told apart.
+SAME_ACCURACY = 0.005
+NOT_MEASURED = "LongBench was not measured: its data was not available."
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -83,31 +85,71 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
         f" Best static: for each set the best of {statics} {'ways' if statics > 1 else 'way'} to choose the same "
         "heads for every prompt, as many as the routers make sparse on average."
     )
+    chosen = f"{best if statics else ''} {CHOSEN}"
     parts = [
-        f"SmolLM2-135M-Instruct, FA-SSA, {record['examples']} evaluation prompts of each set; NLL in nats per answer "
-        f"token, {means}.{best if statics else ''} {CHOSEN}",
+        f"{_reached(record['bars'])}SmolLM2-135M-Instruct, FA-SSA, {record['examples']} evaluation prompts of each "
+        f"set; NLL in nats per answer token, {means}.{chosen}",
         _table([_main_row(row) for row in record["tasks"]]),
     ]
     if "full" in record["ways"]:
         parts.append(
             f"![{PICTURE_TEXT}{' and with static choices of heads' if statics else ''}](hub_cards/{PICTURE.name})"
         )
+        parts.append(f"{_accuracy(record['tasks'])}{_better_statics(record['tasks'])}")
     if others := {pair: other for pair, other in records.items() if pair != "fa-ssa"}:
         parts += ["The other mode pairs:", _table(_other_rows(others))]
     if record["generalisation"]:
-        parts += [
-            "Prompts that training did not hold. A set's routing has left its task where its MSR moved towards the "
-            "other kind of sets by more than half of what is between the kinds, or where its NLL above full attention "
-            f"grew by more than {TOLERATED:g}:",
-            _table(_generalisation_rows(record["generalisation"])),
-        ]
+        rows = [{**row, "set": LABELS[row["set"]]} for row in record["generalisation"]]
+        parts += [f"Prompts that training did not hold. {record['notes']['generalisation']}", _table(rows)]
     measured = [f"{name} {version}" for name, version in record["versions"].items()]
     measured += [f"commit {record['commit']}"] if record["commit"] else []
     parts.append(
-        f"Measured on one {record['hardware']} with {', '.join(measured)}; "
+        f"{NOT_MEASURED} Measured on one {record['hardware']} with {', '.join(measured)}; "
         "[how, and all tables](recipes/reproduction)."
     )
     return "\n\n".join(parts)
+
+
+def _reached(bars: Sequence[Mapping[str, Any]]) -> str:
+    """How many of the bars are reached, and which are not, with a space to follow; empty without bars."""
+    if not bars:
+        return ""
+    asked = f"the {len(bars)} figures [asked of FA-SSA](recipes/reproduction)"
+    if not (missed := [bar for bar in bars if bar["reached"] != "yes"]):
+        return f"All of {asked} are reached. "
+    lines = (f"{_bar(bar['bar'])}: {bar['measured']:z.3f}, asked {bar['asked']}" for bar in missed)
+    return f"Of {asked}, {len(bars) - len(missed)} are reached. Not reached: {'; '.join(lines)}. "
+
+
+def _bar(name: str) -> str:
+    """A bar by its set's or way's name for people."""
+    what, colon, rest = name.partition(": ")
+    return f"{rest} ({LABELS.get(what) or STYLES[what][0]})" if colon else what
+
+
+def _accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where routing's accuracy is below full attention's, and where NLL does not tell it."""
+    below = {row["set"]: _mean(row["accuracy"]["full"]) - _mean(row["accuracy"]["routed"]) for row in rows}
+    below = {name: by for name, by in sorted(below.items(), key=lambda item: -item[1]) if by > SAME_ACCURACY}
+    what = "Accuracy, the share of answer tokens that are the most likely ones given the right ones before them,"
+    if not below:
+        return f"{what} is nowhere below full attention's by more than {SAME_ACCURACY:g}."
+    hidden = [
+        row["set"] for row in rows if row["set"] in below and _mean(row["nll"]["routed"]) <= _mean(row["nll"]["full"])
+    ]
+    falls = "; ".join(f"{LABELS[name]}, {by:.3f}" for name, by in below.items())
+    but = f" In {len(hidden)} of them NLL is no higher, and tells a better story." if hidden else ""
+    return f"{what} is below full attention's in {len(below)} of {len(rows)} sets: {falls}.{but}"
+
+
+def _better_statics(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In which sets a static choice of heads has a lower NLL than routing, after a space; empty without any."""
+    better = [
+        LABELS[row["set"]]
+        for row in rows
+        if any(_mean(row["nll"][way]) < _mean(row["nll"]["routed"]) for way in ONE_MASK if way in row["nll"])
+    ]
+    return f" The best static choice has a lower NLL than routing in: {'; '.join(better)}." if better else ""
 
 
 def _main_row(row: Mapping[str, Any]) -> dict[str, str]:
@@ -116,8 +158,9 @@ def _main_row(row: Mapping[str, Any]) -> dict[str, str]:
     cells |= {title: _text(nll[way]) for way, title in COLUMNS.items() if way in nll}
     if statics := [way for way in ONE_MASK if way in nll]:
         best = min(statics, key=lambda way: _mean(nll[way]))
-        cells["best static"] = f"{_mean(nll[best]):.2f}, {best.removeprefix('static_')}"
-    return cells
+        cells["NLL, best static"] = f"{_mean(nll[best]):.2f}, {best.removeprefix('static_')}"
+    accuracy = row["accuracy"]
+    return cells | {f"accuracy, {way}": f"{_mean(accuracy[way]):.3f}" for way in ("full", "routed") if way in accuracy}
 
 
 def _other_rows(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -131,18 +174,9 @@ def _other_rows(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]
     return rows
 
 
-def _generalisation_rows(rows: list[Mapping[str, Any]]) -> list[dict[str, str]]:
-    lines = []
-    for condition in dict.fromkeys(row["condition"] for row in rows):
-        members = [row for row in rows if row["condition"] == condition]
-        left = [f"{LABELS[row['set']]}: {row['follows']}" for row in members if row["follows"] != "task"]
-        follow = f"{len(members) - len(left)} of {len(members)} sets"
-        lines.append({"prompts": condition, "routing follows the task": follow, "it follows instead": "; ".join(left)})
-    return lines
-
-
-def _table(rows: list[dict[str, str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows))]
+def _table(rows: Sequence[Mapping[str, str | None]]) -> str:
+    cells = (map(str, rows[0]), *([value or "-" for value in row.values()] for row in rows))
+    lines = [f"| {' | '.join(line)} |" for line in cells]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
@@ -180,7 +214,7 @@ def overview(record: Mapping[str, Any]) -> Figure:
     logarithmic_rise(right, "x")
     finish(left, MSR, title="How sparse each set runs")
     has_statics = any(way != "routed" for way in ways)
-    finish(right, RISE, title=f"What routing costs{', and as many static heads' if has_statics else ''}")
+    finish(right, SCALED_RISE, title=f"What routing costs{', and as many static heads' if has_statics else ''}")
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     return figure
 

@@ -165,14 +165,16 @@ def tried(results: Results) -> list[dict[str, Any]]:
 
 
 def margins(results: Results) -> list[dict[str, Any]]:
-    """A row for each way of choosing masks: by how much its NLL on each set is above routing's, means over seeds."""
+    """A row for each way of choosing masks: by how much the mean of its NLL on each set is above routing's mean."""
     ways = ways_of(results, "fa-ssa")
 
     def nll(way: str, name: str) -> float:
         return mean(column(ways[way], name, "nll"))
 
     return [
-        {"masks": way, **{name: nll(way, name) - nll("routed", name) for name in TASKS}} for way in WAYS if way in ways
+        {"masks": way, "measured": len(ways[way]), **{name: nll(way, name) - nll("routed", name) for name in TASKS}}
+        for way in WAYS
+        if way in ways
     ]
 
 

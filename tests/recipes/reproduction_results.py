@@ -79,9 +79,16 @@ def result(job):
             body["unseen"] = {"routed": routed(0.02), "full": flat(0.0)}
     elif job.kind == "masks":
         body = {"masks": masks(job)}
+    elif job.kind == "ruler":
+        body = {"ruler": ruler(job)}
     else:
         body = conditions(job)
     return {**head, **body}
+
+
+def ruler(job):
+    row = {"length": int(job.what), "mode_pair": job.config["mode_pair"], "msr": 0.7, "esr": 0.5, "n": 20}
+    return [{"task": task, **row, "score": {"full": 50.0, "routed": 49.0}} for task in ("vt", "cwe")]
 
 
 def masks(job):

@@ -102,7 +102,7 @@ def test_other_tasks_over_the_same_documents_have_a_table_for_each_adapter(resul
 
 def test_each_condition_that_training_did_not_hold_has_its_own_table(results):
     titles = [table.title for table in collect.all_tables(results)]
-    for condition in ("left out of training", "unseen phrasings", "1024 tokens"):
+    for condition in ("left out of training", "unseen phrasings", "1K tokens"):
         assert titles.count(f"Does routing follow the task? {condition}") == 1
 
 
@@ -127,6 +127,34 @@ def test_a_card_takes_the_figures(results, tmp_path, make_routed):
     assert "NVIDIA H200" in card
     assert "3 training seeds" in card
     assert "| signed |" in card
+    for words in (collect.CHOSEN, *collect.SETS.values(), "worst rise:", "Bold MSR:", "mean over 5 draws"):
+        assert words in card
+    assert "-0.000" not in card
+
+
+@pytest.mark.parametrize("pair", collect.PAIRS)
+def test_notes_are_about_parts_that_have_rows(results, pair):
+    record = collect.pair_results(results, pair, None)
+    assert all(record[part] for part in record["notes"])
+
+
+@pytest.mark.parametrize(
+    ("way", "gone", "expected"),
+    [
+        ("static_learned", (), "; mean over 3 training seeds"),
+        ("static_learned", ("masks-learned-seed1", "masks-learned-seed2"), "; one training seed"),
+        ("static_random", (), "; mean over 5 draws"),
+        ("static_loss", (), "by what each costs alone"),
+    ],
+    ids=["three-seeds", "one-seed", "draws", "once"],
+)
+def test_a_way_of_running_says_over_what_its_figures_are_means(results, way, gone, expected):
+    kept = {name: result for name, result in results.items() if name not in gone}
+    assert collect.pair_results(kept, "fa-ssa", None)["ways"][way].endswith(expected)
+
+
+def test_every_set_is_described():
+    assert list(collect.SETS) == list(TASKS)
 
 
 def test_a_pair_that_retrieves_with_xattention_shows_that_alone_too(results):
@@ -156,7 +184,18 @@ def test_collecting_writes_every_table(results, output, capsys):
     assert "What those settings are" in capsys.readouterr().out
 
 
-def test_collecting_again_leaves_the_scores_of_ruler(output):
+@pytest.mark.parametrize("pair", collect.PAIRS)
+def test_scores_of_ruler_are_those_of_the_pairs_own_jobs(output, pair):
+    collect.main(["--output", str(output)])
+    rows = json.loads((output / pair / "results.json").read_text())["ruler"]
+    assert {(row["mode_pair"], row["length"]) for row in rows} == {
+        (pair.upper(), length) for length in (2048, 4096, 8192)
+    }
+
+
+def test_collecting_again_leaves_scores_of_ruler_that_no_job_made(results, tmp_path):
+    output = tmp_path
+    write_all(output, {name: result for name, result in results.items() if "ruler" not in name})
     collect.main(["--output", str(output)])
     file = output / "fa-ssa" / "results.json"
     scores = [{"task": "vt", "length": 4096}]
@@ -183,6 +222,7 @@ def test_margins_are_static_less_routed(results):
     row = next(row for row in tables.margins(results) if row["masks"] == "static_learned")
     routed = sum(2 * share**2 - 0.8 for share in (0.67, 0.68, 0.69)) / 3
     assert row["sqa_pkg"] == pytest.approx(2 * 0.75**2 - routed)
+    assert row["measured"] == 3
 
 
 def test_rises_compare_the_examples_that_both_measured():
@@ -247,4 +287,4 @@ def test_results_without_scores_of_ruler_are_replaced(output):
     file = output / "fa-ssa" / "results.json"
     file.write_text("{}")
     collect.main(["--output", str(output)])
-    assert json.loads(file.read_text())["ruler"] == []
+    assert json.loads(file.read_text())["ruler"]

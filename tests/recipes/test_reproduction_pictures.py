@@ -1,11 +1,14 @@
 """Pictures of made-up results: each is drawn, shows the figures that it should, and is on the page."""
 
+import copy
 import json
+from itertools import combinations
 
 import pytest
+from matplotlib.text import Text
 from recipes.reproduction_results import all_results, write_all
 from reproduction import collect, pictures, readme
-from reproduction.chart_style import LABELS
+from reproduction.chart_style import LABELS, SCALED_RISE
 from reproduction.charts import CHARTS
 from reproduction.charts_speed import router_latency
 from reproduction.examples import TASKS
@@ -76,6 +79,21 @@ def test_generalisation_shows_each_set_in_each_condition(results):
         assert len(points(ax, "trained with it, each seed")) == 3 * len(TASKS)
 
 
+def test_trainings_on_other_tasks_too_are_drawn_beside_their_own_kind(results):
+    left, right = draw(results, "crossed").axes
+    trained = [x for x, _ in points(left, "trained with it, each seed")]
+    assert trained == [row["msr"] for seed in range(3) for row in results[f"crossed-seed{seed}"]["tasks"]]
+    for ax in (left, right):
+        assert len(points(ax, "left out of training")) == len(points(ax, "phrasings never trained on")) == len(TASKS)
+
+
+def test_trainings_on_other_tasks_too_that_left_no_set_out_yet_are_drawn_alone(results):
+    kept = {
+        name: result for name, result in results.items() if not name.startswith(("crossed-without", "crossed-phr"))
+    }
+    assert draw(kept, "crossed").axes[0].get_legend_handles_labels()[1] == ["trained with it, each seed"]
+
+
 def test_trainings_with_more_words_that_have_not_run_are_not_in_the_picture(results):
     kept = {name: result for name, result in results.items() if not name.startswith("varied-")}
     labels = draw(kept, "generalisation").axes[0].get_legend_handles_labels()[1]
@@ -108,9 +126,18 @@ def test_trades_show_every_training_in_both_panels(results):
 
 def test_trades_are_labelled_with_their_settings(results):
     labels = [text.get_text() for text in draw(results, "trades").legends[0].get_texts()]
-    assert labels[0] == "512, 75, 0.9, 450, 32, 0.01 (the recipe)"
-    assert "256, 100, 1, 300, all, 0.01, 0.25" in labels
-    assert len(labels) == len(set(labels))
+    assert labels[0] == "1: 512, 75, 0.9, 450, 32, 0.01 (the recipe)"
+    assert "256, 100, 1, 300, all, 0.01, 0.25" in [label.partition(": ")[2] for label in labels]
+    assert len(labels) == len({label.partition(": ")[2] for label in labels})
+
+
+def test_no_number_of_the_trades_hides_another(results):
+    figure = draw(results, "trades")
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        assert len(ax.texts) == sum(len(line.get_xdata()) for line in ax.lines if line.get_label()[0] != "_")
+        boxes = [Text.get_window_extent(text) for text in ax.texts]
+        assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
 
 
 def test_router_latency_shows_the_measured_times(results):
@@ -139,20 +166,88 @@ def test_readme_shows_the_committed_results():
 def test_the_section_has_a_row_for_each_set(records):
     lines = readme.section(records).splitlines()
     assert next(line for line in lines if line.startswith("| QA, packages")) == (
-        "| QA, packages | 0.68 ± 0.01 | 3.10 | 5.10 | 3.22 ± 0.03 | 4.22, retrieval |"
+        "| QA, packages | 0.68 ± 0.01 | 3.10 | 5.10 | 3.22 ± 0.03 | 4.22, retrieval | 0.244 | 0.237 |"
     )
 
 
-def test_the_section_counts_sets_whose_routing_follows_the_task(records):
-    moved = [
-        {**row, "follows": "template (MSR)"}
-        if (row["set"], row["condition"]) == ("sqa_pkg", "left out of training")
-        else {**row, "follows": "task"}
-        for row in records["fa-ssa"]["generalisation"]
+def test_the_section_says_how_many_bars_are_reached_and_names_the_others(records):
+    names = [bar["bar"] for bar in records["fa-ssa"]["bars"]]
+    bars = [
+        {"bar": name, "asked": "at most 0.03", "measured": 0.0341, "std": None, "reached": "no" if missed else "yes"}
+        for name in names
+        for missed in [name.startswith(("sqa_pkg", "mean MSR of the robust", "static_learned"))]
     ]
-    text = readme.section({"fa-ssa": {**records["fa-ssa"], "generalisation": moved}})
-    assert "| left out of training | 6 of 7 sets | QA, packages: template (MSR) |" in text
-    assert "| unseen phrasings | 7 of 7 sets |  |" in text
+    text = readme.section({"fa-ssa": {**records["fa-ssa"], "bars": bars}})
+    assert text.startswith(
+        "Of the 13 figures [asked of FA-SSA](recipes/reproduction), 10 are reached. Not reached: "
+        "mean MSR of the robust sets above theirs: 0.034, asked at most 0.03; "
+        "NLL over full (QA, packages): 0.034, asked at most 0.03; "
+        "NLL over routed, mean of the sensitive sets (static, learned): 0.034, asked at most 0.03. "
+    )
+
+
+def test_the_section_says_so_where_all_bars_are_reached(records):
+    bars = [{**bar, "reached": "yes"} for bar in records["fa-ssa"]["bars"]]
+    text = readme.section({"fa-ssa": {**records["fa-ssa"], "bars": bars}})
+    assert text.startswith("All of the 13 figures [asked of FA-SSA](recipes/reproduction) are reached. ")
+
+
+def test_without_bars_the_section_begins_with_what_was_measured(records):
+    assert readme.section({"fa-ssa": {**records["fa-ssa"], "bars": []}}).startswith("SmolLM2-135M-Instruct, FA-SSA")
+
+
+def with_figures(record, name, **figures):
+    """A record in which full attention and routing have given NLL or accuracy in a set."""
+    rows = copy.deepcopy(record["tasks"])
+    row = next(row for row in rows if row["set"] == name)
+    for metric, (full, routed) in figures.items():
+        row[metric] |= {"full": full, "routed": routed}
+    return {**record, "tasks": rows}
+
+
+@pytest.fixture(scope="module")
+def even(records):
+    """The record with the same figures for full attention and routing in every set, worse ones for static masks."""
+    record = records["fa-ssa"]
+    for name in TASKS:
+        record = with_figures(record, name, nll=(1.0, 1.0), accuracy=(0.5, 0.5))
+    return record
+
+
+def test_the_section_says_where_accuracy_falls_and_where_nll_does_not_tell(even):
+    record = with_figures(even, "sqa_pkg", nll=(3.0, 2.9), accuracy=(0.6, 0.58))
+    record = with_figures(record, "code_stdlib", nll=(2.0, 2.1), accuracy=(0.6, 0.55))
+    text = readme.section({"fa-ssa": record})
+    assert "is below full attention's in 2 of 7 sets: code, 0.050; QA, packages, 0.020. In 1 of them NLL is" in text
+
+
+def test_the_section_says_so_where_accuracy_does_not_fall(even):
+    text = readme.section({"fa-ssa": with_figures(even, "sqa_pkg", accuracy=(0.6, 0.596))})
+    assert "is nowhere below full attention's by more than 0.005" in text
+
+
+def test_the_section_names_the_sets_where_static_heads_are_better(even):
+    assert "lower NLL than routing" not in readme.section({"fa-ssa": even})
+    text = readme.section({"fa-ssa": with_figures(even, "code_stdlib", nll=(3.0, 9.0))})
+    assert "The best static choice has a lower NLL than routing in: code." in text
+
+
+def test_the_section_says_what_was_not_measured(records):
+    assert "LongBench was not measured" in readme.section(records)
+
+
+def test_the_section_shows_prompts_that_training_did_not_hold_in_one_row_a_set(records):
+    rows = [{**row, "unseen phrasings": None} for row in records["fa-ssa"]["generalisation"]]
+    text = readme.section({"fa-ssa": {**records["fa-ssa"], "generalisation": rows}})
+    _, _, table = text.partition(records["fa-ssa"]["notes"]["generalisation"])
+    assert "\n| set | as trained | left out of training | unseen phrasings | 1K tokens |\n" in table
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [line.split(" | ")[0] for line in lines] == [f"| {LABELS[name]}" for name in TASKS]
+    assert all(line.split(" | ")[3] == "-" for line in lines)
+
+
+def test_the_scale_of_the_sections_picture_is_named(records):
+    assert readme.overview(records["fa-ssa"]).axes[1].get_xlabel() == SCALED_RISE
 
 
 def test_the_section_of_one_pair_has_no_table_of_others(records):
@@ -220,7 +315,7 @@ def test_the_section_counts_the_static_ways_that_were_measured(records):
 
 def test_the_section_has_no_column_and_picture_of_full_attention_that_was_left_out(records):
     text = readme.section({"fa-ssa": without(records["fa-ssa"], ["full"])})
-    assert "| set | MSR | every head sparse | routed | best static |" in text
+    assert "| set | MSR | NLL, all sparse | NLL, routed | NLL, best static |" in text
     assert "reproduction.svg" not in text
 
 

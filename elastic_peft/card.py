@@ -113,6 +113,7 @@ def render_card(
         template_path=str(TEMPLATE),
         title=title,
         adapter=adapter,
+        is_folder=repo_id is None,
         subfolder=subfolder,
         base_model=base_model,
         license=license,

@@ -432,8 +432,12 @@ def test_an_adapter_in_a_folder_is_loaded_by_a_path_from_here(save, tmp_path, mo
     folder = shutil.copytree(save(), tmp_path / "out" / "adapter")
     monkeypatch.chdir({"out/adapter": tmp_path}.get(given, folder))
     card = render_card(given)
-    assert f'PeftModel.from_pretrained(base, "{named}")' in card.text
+    assert f'PeftModel.from_pretrained(base, "{named}")  # or its repository on the Hub\n' in card.text
     assert "\n# adapter\n" in card.text
+
+
+def test_an_adapter_of_a_repository_is_loaded_from_there(save):
+    assert 'PeftModel.from_pretrained(base, "user/tiny")\n' in render_card(save(), repo_id="user/tiny").text
 
 
 def test_an_absolute_path_is_not_named(save):

@@ -41,7 +41,7 @@ from elastic_peft.report import routing_table
 
 
 PAIRS = ("fa-ssa", "fa-xa", "xa-ssa")
-COMMAND = "python -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output out"
+COMMAND = "cd recipes\npython -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output out"
 #: Way of running to what it is.
 DESCRIPTIONS = {
     "full": "full attention in every head",

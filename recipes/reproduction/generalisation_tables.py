@@ -55,14 +55,10 @@ def _cell(figures: Figures, strays: bool = False, loses: bool = False) -> str:
 
 
 def explain(judged: Sequence[Judgement]) -> str:
-    """What the cells of `pivot` are, and what the judgements say, of other trainings too; empty without any."""
+    """What the judgements say, of other trainings too, and what the cells of `pivot` are; empty without any."""
     if not judged:
         return ""
-    sentences = [
-        "Each cell: MSR, and NLL above full attention in nats a token. Bold MSR: over half way to that of the other "
-        "kind of sets, question answering or not, so routing has left the task. Bold NLL: more than "
-        f"{TOLERATED:g} above full attention, and grown by more than that."
-    ]
+    sentences = []
     by_prompts: dict[str, list[Judgement]] = {}
     for one in _of(judged, RECIPE):
         by_prompts.setdefault(one.prompts, []).append(one)
@@ -81,6 +77,11 @@ def explain(judged: Sequence[Judgement]) -> str:
             f"Sets whose routing follows the task: {'; '.join(follow)}. {lost or 'None'} of these lose NLL."
         )
     sentences += [_compare(judged, training) for training in (VARIED, CROSSED) if _of(judged, training)]
+    sentences.append(
+        "Each cell: MSR, and NLL above full attention in nats a token. Bold MSR: over half way to that of the other "
+        "kind of sets, question answering or not, so routing has left the task. Bold NLL: lost, more than "
+        f"{TOLERATED:g} above full attention and grown by more than that."
+    )
     return " ".join(sentences)
 
 
@@ -97,13 +98,12 @@ def _compare(judged: Sequence[Judgement], training: Training) -> str:
         if shared:
             changed, before = ([one for one in members if one.set in shared] for members in (changed, before))
             gain += (_mean_rise(before) - _mean_rise(changed)) * (prompts == LEFT_OUT)
-            figures = [f"{_strayed(members)} and {_mean_rise(members):+z.2f}" for members in (changed, before)]
-            parts.append(f"{prompts}, {figures[0]} (the recipe {figures[1]})")
+            parts.append(
+                f"{prompts}, {_strayed(changed)} sets follow the template (by the recipe {_strayed(before)}) and NLL "
+                f"is {_mean_rise(changed):+z.2f} over full on average ({_mean_rise(before):+z.2f})"
+            )
     verdict = "helped" if gain > TOLERATED else "did not help"
-    return (
-        f"Training with {training.words} {verdict}; sets that follow the template, and the mean NLL over full of all: "
-        f"{'; '.join(parts)}."
-    )
+    return f"Training with {training.words} {verdict}: {'; '.join(parts)}."
 
 
 def _mean_rise(members: Sequence[Judgement]) -> float:

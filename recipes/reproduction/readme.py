@@ -87,7 +87,8 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
     )
     chosen = f"{best if statics else ''} {CHOSEN}"
     parts = [
-        f"{_reached(record['bars'])}SmolLM2-135M-Instruct, FA-SSA, {record['examples']} evaluation prompts of each "
+        *_reached(record["bars"]),
+        f"SmolLM2-135M-Instruct, FA-SSA, {record['examples']} evaluation prompts of each "
         f"set; NLL in nats per answer token, {means}.{chosen}",
         _table([_main_row(row) for row in record["tasks"]]),
     ]
@@ -110,15 +111,15 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _reached(bars: Sequence[Mapping[str, Any]]) -> str:
-    """How many of the bars are reached, and which are not, with a space to follow; empty without bars."""
+def _reached(bars: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many of the bars are reached, and which are not; nothing without bars."""
     if not bars:
-        return ""
+        return []
     asked = f"the {len(bars)} figures [asked of FA-SSA](recipes/reproduction)"
     if not (missed := [bar for bar in bars if bar["reached"] != "yes"]):
-        return f"All of {asked} are reached. "
+        return [f"All of {asked} are reached."]
     lines = (f"{_bar(bar['bar'])}: {bar['measured']:z.3f}, asked {bar['asked']}" for bar in missed)
-    return f"Of {asked}, {len(bars) - len(missed)} are reached. Not reached: {'; '.join(lines)}. "
+    return [f"Of {asked}, {len(bars) - len(missed)} are reached. Not reached: {'; '.join(lines)}."]
 
 
 def _bar(name: str) -> str:

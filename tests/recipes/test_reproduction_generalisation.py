@@ -154,9 +154,9 @@ def test_another_training_helps_where_sets_left_out_lose_less(results, gain, ver
         change(results[f"without-{name}"], name, nll=full(results, name) + 0.6)
         change(results[f"varied-without-{name}"], name, nll=full(results, name) + 0.6 - gain)
     text = explain(generalisation.judgements(results))
-    (told,) = re.findall(rf"Training with {VARIED.words} (.*?);", text)
+    (told,) = re.findall(rf"Training with {VARIED.words} (.*?):", text)
     assert told == verdict
-    assert f"0 of 3 and +{0.6 - gain:.2f} (the recipe 0 of 3 and +0.60)" in text
+    assert f"0 of 3 sets follow the template (by the recipe 0 of 3) and NLL is +{0.6 - gain:.2f} over full" in text
 
 
 def test_trainings_that_did_not_run_are_not_told(results):

@@ -182,14 +182,14 @@ def test_the_section_says_how_many_bars_are_reached_and_names_the_others(records
         "Of the 13 figures [asked of FA-SSA](recipes/reproduction), 10 are reached. Not reached: "
         "mean MSR of the robust sets above theirs: 0.034, asked at most 0.03; "
         "NLL over full (QA, packages): 0.034, asked at most 0.03; "
-        "NLL over routed, mean of the sensitive sets (static, learned): 0.034, asked at most 0.03. "
+        "NLL over routed, mean of the sensitive sets (static, learned): 0.034, asked at most 0.03.\n\n"
     )
 
 
 def test_the_section_says_so_where_all_bars_are_reached(records):
     bars = [{**bar, "reached": "yes"} for bar in records["fa-ssa"]["bars"]]
     text = readme.section({"fa-ssa": {**records["fa-ssa"], "bars": bars}})
-    assert text.startswith("All of the 13 figures [asked of FA-SSA](recipes/reproduction) are reached. ")
+    assert text.startswith("All of the 13 figures [asked of FA-SSA](recipes/reproduction) are reached.\n\n")
 
 
 def test_without_bars_the_section_begins_with_what_was_measured(records):

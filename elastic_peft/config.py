@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -20,6 +21,8 @@ MISSING_WEIGHTS = (
 )
 MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
 DECODE_MODES = ("routed", "full")
+#: So that the sum of two sizes fits 64 bits.
+MAX_SIZE = 2**62
 TASK_TYPES = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 DEFAULT_T_VALUES = {
     "single_qa": 0.7,
@@ -192,8 +195,7 @@ class ElasticConfig(PeftConfig):
     _bound_here = False
 
     def _validate(self):
-        if not isinstance(self.format_version, int) or self.format_version < 1:
-            raise ValueError(f"`format_version` must be a positive integer, got {self.format_version!r}.")
+        check_integer("format_version", self.format_version, 1)
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"`format_version` must be at most {FORMAT_VERSION} for this version of elastic_peft, got "
@@ -211,28 +213,28 @@ class ElasticConfig(PeftConfig):
             raise ValueError(f"`t_values` must map at least one task name to its target, got {self.t_values!r}.")
         for task, value in self.t_values.items():
             _check_ratio(f"t_values[{task!r}]", value)
-        _check_integer("sink_size", self.sink_size, 0)
+        check_integer("sink_size", self.sink_size, 0)
         for name in ("window_size", "xattn_block_size", "xattn_stride", "router_expansion"):
-            _check_integer(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         if self.xattn_block_size % self.xattn_stride:
             raise ValueError(
                 f"`xattn_block_size` must be a multiple of `xattn_stride` ({self.xattn_stride}), "
                 f"got {self.xattn_block_size}."
             )
-        if not _is_number(self.xattn_threshold) or not 0 < self.xattn_threshold <= 1:
+        if not is_number(self.xattn_threshold) or not 0 < self.xattn_threshold <= 1:
             raise ValueError(f"`xattn_threshold` must be in (0, 1], got {self.xattn_threshold!r}.")
         if self.pool_size is not None:
-            _check_integer("pool_size", self.pool_size, 1)
+            check_integer("pool_size", self.pool_size, 1)
         if not isinstance(self.standardize_input, bool):
             raise ValueError(f"`standardize_input` must be True or False, got {self.standardize_input!r}.")
-        if not _is_number(self.sparsity_bias) or self.sparsity_bias != self.sparsity_bias:
+        if not is_number(self.sparsity_bias) or self.sparsity_bias != self.sparsity_bias:
             raise ValueError(f"`sparsity_bias` must be a number, got {self.sparsity_bias!r}.")
         if self.head_dim is not None:
-            _check_integer("head_dim", self.head_dim, 1)
+            check_integer("head_dim", self.head_dim, 1)
         if self.layers_to_transform is not None and (
             not isinstance(self.layers_to_transform, list | tuple)
             or not self.layers_to_transform
-            or any(not isinstance(i, int) or i < 0 for i in self.layers_to_transform)
+            or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in self.layers_to_transform)
         ):
             raise ValueError(
                 f"`layers_to_transform` must be None or layer indices from 0, got {self.layers_to_transform!r}."
@@ -246,11 +248,12 @@ def _heads_by_layer(value) -> dict[int, int] | None:
     if not isinstance(value, dict) or not all(str(index).isdecimal() for index in value):
         raise ValueError(f"`num_key_value_heads` must map layer indices from 0 to numbers of heads, got {value!r}.")
     for index, heads in value.items():
-        _check_integer(f"num_key_value_heads[{index}]", heads, 1)
+        check_integer(f"num_key_value_heads[{index}]", heads, 1)
     return {int(index): heads for index, heads in value.items()}
 
 
-def _is_number(value) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether `value` is an integer or a float; True and False are neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -260,13 +263,16 @@ def _check_choice(name, value, choices):
 
 
 def _check_ratio(name, value):
-    if not _is_number(value) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"`{name}` must be in [0, 1], got {value!r}.")
 
 
-def _check_integer(name, value, minimum):
+def check_integer(name: str, value: Any, minimum: int) -> None:
+    """Raises ValueError unless `value`, a field's, is an integer from `minimum` to `MAX_SIZE`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"`{name}` must be an integer of at least {minimum}, got {value!r}.")
+    if value > MAX_SIZE:
+        raise ValueError(f"`{name}` must be at most 2**62, got {value}.")
 
 
 def _download_weights(repo_id: str, subfolder: str | None, options: dict) -> Path:

@@ -220,7 +220,7 @@ def routed_decoder(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: `model` has no ELASTIC adapter.
     """
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if hasattr(module, "elastic_handles") and hasattr(module, "layers"):
             return module
     raise ValueError(f"`model` must have an ELASTIC adapter, got {type(model).__name__} without one.")

@@ -180,8 +180,15 @@ def convert_duo(
         threshold = 0.5
     elif not math.isfinite(threshold):
         raise ValueError(f"`threshold` must be finite, got {threshold}.")
-    with torch.device("meta"):
-        layers = describe_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_model))).layers
+    try:
+        with torch.device("meta"):
+            base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_model))
+    except Exception as error:  # whatever damaged or foreign files make transformers raise
+        raise ValueError(
+            f"`base_model` must be a model that transformers can build, got {base_model!r}: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    layers = describe_model(base).layers
     heads = {layer.index: layer.num_key_value_heads for layer in layers}
     if len(gates) != len(layers) or set(heads.values()) != {gates.shape[1]}:
         raise ValueError(

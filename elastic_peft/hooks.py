@@ -39,6 +39,8 @@ class DecoderHook:
 
 def _begin_sequences(state, decoder, routers, args, kwargs, *, elastic_tape, elastic_labels, prompt_end) -> None:
     """Fills the state of a pass that routes: a prompt, or a training batch."""
+    if elastic_tape is not None and not isinstance(elastic_tape, RoutingTape):
+        raise ValueError(f"`elastic_tape` must be a RoutingTape, got {type(elastic_tape).__name__}.")
     inputs = _inputs(args, kwargs)
     scope = decoder_scope(decoder)
     state.sequences = find_sequences(
@@ -72,7 +74,9 @@ def _inputs(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     """The decoder's input, `[B, S]` tokens or `[B, S, hidden_size]` embeddings."""
     inputs = kwargs.get("inputs_embeds")
     if inputs is None:
-        inputs = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        inputs = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(inputs, torch.Tensor):
+        raise ValueError(f"`input_ids` or `inputs_embeds` must be a tensor, got {type(inputs).__name__}.")
     return inputs
 
 

@@ -202,6 +202,9 @@ def _new_figure(width: float, height: float) -> Figure:
 def _check_decisions(decisions_by_task, layers) -> Sequence[int]:
     if not decisions_by_task:
         raise ValueError("`decisions_by_task` must hold at least one task, got none.")
+    for task, decisions in decisions_by_task.items():
+        if not isinstance(decisions, torch.Tensor):
+            raise ValueError(f"`decisions_by_task[{task!r}]` must be bool [N, L, H], got {reprlib.repr(decisions)}.")
     shape = next(iter(decisions_by_task.values())).shape[1:]
     for task, decisions in decisions_by_task.items():
         name = f"`decisions_by_task[{task!r}]`"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transformers import SchedulerType
 from trl import SFTConfig
 
+from .config import check_integer, is_number
 from .counterfactual import check_fraction
 from .gating import TEMPERATURE_SCHEDULES
 from .sparsity import SPARSITY_CONSTRAINTS
@@ -113,20 +114,23 @@ class ElasticSFTConfig(SFTConfig):
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}."
                 )
+        if self.temperature_end is None:
+            self.temperature_end = _TEMPERATURE_END[self.temperature_schedule]
+        for name in ("router_learning_rate", "multiplier_learning_rate", "temperature_start", "temperature_end"):
+            value = getattr(self, name)
+            if not is_number(value) or value in (float("inf"), float("-inf")):
+                raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
         if not self.router_learning_rate > 0:
             raise ValueError(f"`router_learning_rate` must be positive, got {self.router_learning_rate}.")
         if not self.multiplier_learning_rate >= 0:
             raise ValueError(f"`multiplier_learning_rate` must not be negative, got {self.multiplier_learning_rate}.")
-        if self.temperature_end is None:
-            self.temperature_end = _TEMPERATURE_END[self.temperature_schedule]
-        if not 0 < self.temperature_end <= self.temperature_start < float("inf"):
+        if not 0 < self.temperature_end <= self.temperature_start:
             raise ValueError(
                 f"`temperature_end` must be positive and at most `temperature_start` ({self.temperature_start}), got "
                 f"{self.temperature_end}."
             )
         check_fraction(self.counterfactual_fraction)
-        if self.calibration_batches < 1:
-            raise ValueError(f"`calibration_batches` must be at least 1, got {self.calibration_batches}.")
+        check_integer("calibration_batches", self.calibration_batches, 1)
 
     def _validate_inherited(self):
         if self.packing and self.packing_strategy != "bfd":
@@ -163,6 +167,8 @@ class ElasticSFTConfig(SFTConfig):
             kwargs = getattr(self, name, None)
             if not kwargs:
                 continue
+            if not isinstance(kwargs, dict):
+                raise ValueError(f"`{name}` must map names to values, got {kwargs!r}.")
             if kwargs.get("use_reentrant"):
                 raise ValueError(
                     f"`{name}` must not set `use_reentrant` to True: reentrant checkpointing runs the forward pass "

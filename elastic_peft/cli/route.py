@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,11 +107,9 @@ def _read_prompt(file: Path) -> str:
 def _tokens(model: str, texts: dict[Path, str]) -> list[BatchEncoding]:
     from transformers import AutoConfig, AutoTokenizer
 
-    try:
+    with _loading(model):
         AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`--model` {model!r} cannot be loaded: {error}") from error
-    tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = {file: tokenizer(text, return_tensors="pt") for file, text in texts.items()}
     for file, encoding in tokens.items():
         if not encoding["input_ids"].numel():
@@ -124,8 +124,18 @@ def _load(model: str, adapter: str, **place: str | None) -> Any:
 
     is_cuda = torch.cuda.is_available()
     dtype = "auto" if is_cuda else torch.float32  # CPUs are slow at bfloat16
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map="cuda" if is_cuda else "cpu")
+    with _loading(model):
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map="cuda" if is_cuda else "cpu")
     return PeftModel.from_pretrained(base, adapter, **place).eval()
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """One sentence for whatever damaged or foreign files make transformers raise."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"`--model` {model!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _run(routed: Any, name: str, tokens: BatchEncoding) -> tuple[RoutingRecord, dict[int, torch.Tensor]]:

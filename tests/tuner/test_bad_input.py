@@ -39,6 +39,7 @@ def forward(model, **inputs):
         ("sink_size", -1, "`sink_size` must be an integer of at least 0, got -1"),
         ("window_size", 0, "`window_size` must be an integer of at least 1, got 0"),
         ("window_size", 2.0, "`window_size` must be an integer of at least 1, got 2.0"),
+        ("window_size", 2**70, r"`window_size` must be at most 2\*\*62, got 1180591620717411303424"),
         ("xattn_block_size", 100, r"`xattn_block_size` must be a multiple of `xattn_stride` \(16\), got 100"),
         ("xattn_stride", 0, "`xattn_stride` must be an integer of at least 1, got 0"),
         ("xattn_threshold", 0.0, r"`xattn_threshold` must be in \(0, 1\], got 0.0"),
@@ -46,9 +47,11 @@ def forward(model, **inputs):
         ("router_expansion", 0, "`router_expansion` must be an integer of at least 1, got 0"),
         ("standardize_input", "yes", "`standardize_input` must be True or False, got 'yes'"),
         ("format_version", 2, "`format_version` must be at most 1 .*, got 2: upgrade elastic_peft"),
-        ("format_version", 0, "`format_version` must be a positive integer, got 0"),
+        ("format_version", 0, "`format_version` must be an integer of at least 1, got 0"),
+        ("format_version", True, "`format_version` must be an integer of at least 1, got True"),
         ("sparsity_bias", float("nan"), "`sparsity_bias` must be a number, got nan"),
         ("layers_to_transform", [], r"`layers_to_transform` must be None or layer indices from 0, got \[\]"),
+        ("layers_to_transform", [True], r"`layers_to_transform` must be None or layer indices from 0, got \[True\]"),
         ("layers_to_transform", [-1], r"`layers_to_transform` must be None or layer indices from 0, got \[-1\]"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else None,
@@ -247,6 +250,22 @@ def test_logits_that_are_not_numbers_choose_retrieval(model, inputs):
 def test_a_model_without_an_adapter_has_no_routing(make_base):
     with pytest.raises(ValueError, match="`model` must have an ELASTIC adapter, got LlamaForCausalLM without one"):
         last_routing(make_base())
+
+
+@pytest.mark.parametrize("given", [None, "x"], ids=["none", "text"])
+def test_what_is_no_model_has_no_routing(given):
+    with pytest.raises(ValueError, match=f"`model` must have an ELASTIC adapter, got {type(given).__name__} without"):
+        last_routing(given)
+
+
+def test_a_tape_of_another_kind_is_refused(model, inputs):
+    with pytest.raises(ValueError, match="`elastic_tape` must be a RoutingTape, got dict"):
+        model(**inputs, elastic_tape={})
+
+
+def test_a_pass_without_input_is_refused(model):
+    with pytest.raises(ValueError, match="`input_ids` or `inputs_embeds` must be a tensor, got NoneType"):
+        model(use_cache=False)
 
 
 def test_calibration_needs_two_sequences(model, inputs):

@@ -86,6 +86,7 @@ def test_png_labels_the_given_layers(figures):
     [
         ({}, None, "must hold at least one task"),
         ({"qa": decisions().float()}, None, r"`decisions_by_task\['qa'\]` must be bool"),
+        ({"qa": [[True]]}, None, r"`decisions_by_task\['qa'\]` must be bool \[N, L, H\], got \[\[True\]\]"),
         ({"qa": decisions()[0]}, None, r"must be bool \[N, L, H\], got torch.bool \(4, 2\)"),
         ({"qa": decisions()[:0]}, None, r"must be bool \[N, L, H\], got torch.bool \(0, 4, 2\)"),
         (
@@ -95,7 +96,7 @@ def test_png_labels_the_given_layers(figures):
         ),
         ({"qa": decisions()}, [1, 2], "`layers` must name the 4 routed layers, got 2"),
     ],
-    ids=["no-task", "float", "two-dimensional", "no-sequence", "other-heads", "other-layers"],
+    ids=["no-task", "float", "list", "two-dimensional", "no-sequence", "other-heads", "other-layers"],
 )
 def test_png_refuses(tmp_path, given, layers, message):
     with pytest.raises(ValueError, match=message):

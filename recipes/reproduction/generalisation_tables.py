@@ -80,7 +80,8 @@ def explain(judged: Sequence[Judgement]) -> str:
     sentences.append(
         "Each cell: MSR, and NLL above full attention in nats a token; as trained the mean of the training seeds, "
         "elsewhere one training. Bold MSR: over half way to that of the other kind of sets, question answering or "
-        f"not, so routing has left the task. Bold NLL: lost, more than {TOLERATED:g} above full attention and grown by more than that."
+        f"not, so routing has left the task. Bold NLL: lost, more than {TOLERATED:g} above full "
+        "attention and grown by more than that."
     )
     return " ".join(sentences)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import trl.trainer.utils
 from datasets import Dataset
 from trainer.tiny import dataset, first_gradients, routed_model, routing_metrics, rows, trainer
 
@@ -82,6 +83,12 @@ def test_non_reentrant_checkpointing_changes_nothing(tmp_path, reference):
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )
     assert_same_step(step, reference)
+
+
+@pytest.mark.skipif(not hasattr(trl.trainer.utils, "_use_triton"), reason="TRL chooses the scored positions otherwise")
+def test_scoring_labelled_positions_alone_as_on_gpus_changes_nothing(tmp_path, monkeypatch, reference):
+    monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
+    assert_same_step(first_gradients(tmp_path, train_dataset=dataset(4, **UNEVEN)), reference)
 
 
 def test_streaming_changes_nothing(tmp_path, reference):

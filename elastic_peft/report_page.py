@@ -100,7 +100,7 @@ def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]
 
 
 def _cell_text(value: Any) -> str:
-    """A value in a table: floats with three decimals, a dash for `None`."""
+    """A value in a table: floats with three decimals, zero without a sign, a dash for `None`."""
     if value is None:
         return "-"
-    return f"{value:.3f}" if isinstance(value, float) else printable(str(value))
+    return f"{value:z.3f}" if isinstance(value, float) else printable(str(value))

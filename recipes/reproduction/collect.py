@@ -95,16 +95,22 @@ def main(arguments: list[str] | None = None) -> None:
             record["ruler"] = json.loads(file.read_text(encoding="utf-8")).get("ruler", [])
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (args.output / "static_masks.json").write_text(json.dumps(static_masks(results)), encoding="utf-8")
-    tables = [(table.title, table.shows, routing_table(table.rows)) for table in all_tables(results)]
-    text = "\n".join(f"## {title}\n\n{shows}\n\n```\n{table}\n```\n" for title, shows, table in tables)
-    (args.output / "tables.md").write_text(f"# Tables of the reproduction\n\n{text}", encoding="utf-8")
-    for title, shows, table in tables:
-        print(f"{title}\n{shows}\n{table}\n")
+    text = tables_text(results)
+    (args.output / "tables.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 def trained_pairs(results: Results) -> list[str]:
     """The mode pairs with at least one trained adapter."""
     return [pair for pair in PAIRS if seeds_of(results, pair)]
+
+
+def tables_text(results: Results) -> str:
+    """Every table that has rows, as Markdown."""
+    parts = ["# Tables of the reproduction\n"]
+    for table in all_tables(results):
+        parts.append(f"## {table.title}\n\n{table.shows}\n\n```\n{routing_table(table.rows)}\n```\n")
+    return "\n".join(parts)
 
 
 def all_tables(results: Results) -> list[Table]:

@@ -106,7 +106,7 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
     measured += [f"commit {record['commit']}"] if record["commit"] else []
     parts.append(
         f"{NOT_MEASURED} Measured on one {record['hardware']} with {', '.join(measured)}; "
-        "[how, and all tables](recipes/reproduction)."
+        "[how](recipes/reproduction), and [all tables](recipes/reproduction/results/tables.md)."
     )
     return "\n\n".join(parts)
 

@@ -2,21 +2,35 @@
 
 import json
 import re
+from pathlib import Path
 from statistics import stdev
 
 import pytest
 from recipes.reproduction_results import FULL, LAYERS, all_results, flat, write_all
-from reproduction import collect, tables
+from reproduction import collect, readme, tables
 from reproduction.examples import TASKS
 from reproduction.jobs import REFERENCE
-from reproduction.results import write_result
+from reproduction.results import read_all, write_result
 
 from elastic_peft.card import render_card
+
+
+MEASURED = Path(collect.__file__).parent / "results"
 
 
 @pytest.fixture(scope="module")
 def results():
     return all_results()
+
+
+def test_the_committed_tables_are_of_the_committed_jobs():
+    assert (MEASURED / "tables.md").read_text(encoding="utf-8") == collect.tables_text(read_all(MEASURED))
+
+
+def test_the_results_beside_adapters_are_of_the_committed_jobs():
+    for pair, record in readme.read_records(readme.CARDS).items():
+        collected = collect.pair_results(read_all(MEASURED), pair, record["commit"])
+        assert record == json.loads(json.dumps(collected)), pair
 
 
 def row_of(record, name):

@@ -36,6 +36,10 @@ def test_table_shows_a_missing_value_as_a_dash():
     ]
 
 
+def test_a_zero_has_no_sign():
+    assert routing_table([{"NLL over full": -0.0001}]).split()[-1] == "0.000"
+
+
 @pytest.mark.parametrize("table", [routing_table, html_table], ids=lambda function: function.__name__)
 def test_table_without_rows_is_refused(table):
     with pytest.raises(ValueError, match="`rows` must hold at least one row, got none"):

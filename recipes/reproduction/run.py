@@ -191,13 +191,13 @@ def _version(package: str) -> str | None:
 
 
 def _chosen(only: Sequence[str] | None) -> list[Job]:
-    jobs = all_jobs()
+    jobs = {job.name: job for job in all_jobs()}
     if only is None:
-        return jobs
-    unknown = sorted(set(only) - {job.name for job in jobs})
+        return list(jobs.values())
+    unknown = sorted(set(only) - set(jobs))
     if unknown:
-        raise SystemExit(f"--only must name some of {', '.join(job.name for job in jobs)}; got {', '.join(unknown)}.")
-    return [job for job in jobs if job.name in only]
+        raise SystemExit(f"--only must name some of {', '.join(jobs)}; got {', '.join(unknown)}.")
+    return [jobs[name] for name in dict.fromkeys(only)]
 
 
 def _workplace(args: argparse.Namespace) -> Workplace:
@@ -215,7 +215,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=4, help="processes, spread over the visible GPUs (default 4)")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no job that outlasts it")
-    parser.add_argument("--only", nargs="+", help="names of jobs; default all")
+    parser.add_argument("--only", nargs="+", help="names of jobs, the most important first; default all")
     parser.add_argument("--rows", type=int, default=100, help="evaluation examples of each set (default 100)")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of a measured batch (default 8)")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)

@@ -381,6 +381,11 @@ def test_what_cannot_run_is_refused_before_it_starts(elsewhere, no_worker, monke
         run.main(options(elsewhere, option, value))
 
 
+def test_chosen_jobs_run_in_the_order_given_each_once():
+    names = ["masks-random", REFERENCE, "masks-random"]
+    assert [job.name for job in run._chosen(names)] == ["masks-random", REFERENCE]
+
+
 def test_every_job_has_a_name_of_its_own_and_needs_only_earlier_ones():
     seen = set()
     for job in all_jobs():

@@ -66,9 +66,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _read_static(file: Path) -> dict[str, torch.Tensor]:
     masks = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(masks, dict):
+        raise ValueError(f"`static` must map names to rows of 0 and 1, got a {type(masks).__name__} in {file}.")
     for name, rows in masks.items():
         is_mask = isinstance(rows, list) and all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows)
-        if not is_mask or any(head not in (0, 1) for row in rows for head in row):
+        if not is_mask or not any(rows) or any(head not in (0, 1) for row in rows for head in row):
             raise ValueError(f"`static` must hold rows of one length of 0 and 1, got others for {name!r} in {file}.")
     return {name: torch.tensor(rows, dtype=torch.bool) for name, rows in masks.items()}
 

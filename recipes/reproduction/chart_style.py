@@ -64,7 +64,7 @@ def logarithmic_rise(ax: Axes, axis: str) -> None:
     """A scale for NLL above full attention that shows hundredths and whole nats, and values below 0."""
     getattr(ax, f"set_{axis}scale")("symlog", linthresh=LINEAR, linscale=0.7)
     scale = getattr(ax, f"{axis}axis")
-    scale.set_major_locator(FixedLocator([-1, -0.3, -0.1, -0.05, 0, 0.05, 0.1, 0.3, 1, 3]))
+    scale.set_major_locator(FixedLocator([-1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3]))
     scale.set_major_formatter("{x:g}")
     scale.set_minor_locator(NullLocator())
     ax.margins(x=0.08 if axis == "x" else None, y=0.08 if axis == "y" else None)
@@ -72,7 +72,9 @@ def logarithmic_rise(ax: Axes, axis: str) -> None:
 
 
 def set_rows(ax: Axes, names: Sequence[str]) -> None:
-    """One row a set, from the top; a line between the sensitive sets and the others."""
+    """One row a set, from the top, every second one shaded; a line between the sensitive sets and the others."""
+    for row in range(1, len(names), 2):
+        ax.axhspan(row - 0.5, row + 0.5, color="grey", alpha=0.08, linewidth=0)
     ax.set_yticks(range(len(names)), [LABELS[name] for name in names])
     ax.set_ylim(len(names) - 0.5, -0.5)
     border = sum(name in SENSITIVE for name in names)

@@ -28,11 +28,11 @@ from reproduction.tables import full_attention, rise, trainings
 def generalisation(results: Results) -> Figure:
     """MSR and NLL of each set when training held it, when it was left out, and when its instructions were new.
 
-    Open marks: the instructions of training had more words.
+    Open marks: training held more wordings of the instructions.
     """
     more = {
-        "left out, more words in training": (RED, "X", "none", left_out(results, VARIED.prefix)),
-        "phrasings never trained on, more words": (GREEN, "D", "none", unseen_phrasings(results, VARIED.prefix)),
+        "left out, more wordings in training": (RED, "X", "none", left_out(results, VARIED.prefix)),
+        "phrasings never trained on, more wordings": (GREEN, "D", "none", unseen_phrasings(results, VARIED.prefix)),
     }
     return _by_set(results, RECIPE, more)
 

@@ -155,7 +155,7 @@ def trades(results: Results) -> Figure:
         logarithmic_rise(ax, "y")
         _shade(ax, *corner)
         finish(ax, x_label, SCALED_RISE, f"{title}: NLL of the worst of them")
-    figure.suptitle("Other settings than the recipe's; shaded: what is asked", fontsize="medium")
+    figure.suptitle("The recipe, 1, and other settings; shaded: what is asked", fontsize="medium")
     handles = top.get_legend_handles_labels()
     figure.legend(*handles, title=names, title_fontsize="small", loc="outside right upper", fontsize="small")
     for ax, x, y, *_ in panels:

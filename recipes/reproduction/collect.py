@@ -3,10 +3,9 @@
     cd recipes
     python -m reproduction.collect --output ../out/reproduction --commit COMMIT
 
-Writes `{output}/{pair}/results.json`, where it leaves `ruler` as it is if no job scored that, the masks
-`{output}/static_masks.json` for `recipes/evaluate.py --static`, and the tables, `{output}/tables.md`. What no job has
-measured yet is left out, and so is, with a line that says so, what was measured on other examples than the routed
-adapters.
+Writes anew `{output}/{pair}/results.json`, the masks `{output}/static_masks.json` for `recipes/evaluate.py --static`,
+and the tables, `{output}/tables.md`. What no job has measured yet is left out, and so is, with a line that says so,
+what was measured on other examples than the routed adapters.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import Any
 
 from reproduction.examples import TASKS
 from reproduction.findings import bars
-from reproduction.generalisation import TOLERATED, judgements
+from reproduction.generalisation import judgements
 from reproduction.generalisation_tables import explain, long_rows, pivot
 from reproduction.jobs import REFERENCE
 from reproduction.results import Results, read_all, static_masks
@@ -36,46 +35,12 @@ from reproduction.tables import (
     tried,
     ways_of,
 )
+from reproduction.words import CHOSEN, COMMAND, DESCRIPTIONS, JUDGED, REPEATED, RISES, SETS
 
 from elastic_peft.report import routing_table
 
 
 PAIRS = ("fa-ssa", "fa-xa", "xa-ssa")
-COMMAND = "cd recipes\npython -m reproduction.run --model SmolLM2-135M-Instruct --data tasks_4k.npz --output out"
-#: Way of running to what it is.
-DESCRIPTIONS = {
-    "full": "full attention in every head",
-    "all_retrieval": "every head in the retrieval mode",
-    "all_sparse": "every head in the sparse mode",
-    "routed": "each head of each prompt as its router decides",
-    "static_random": "the same heads sparse for every prompt, as many as routed ones on average; here drawn at random",
-    "static_retrieval": "the same, heads ranked by how well they retrieve, as in DuoAttention",
-    "static_loss": "the same, heads ranked by what each costs alone",
-    "static_learned": "the same, heads ranked by gates that were trained without seeing the prompt, as in PruLong",
-    "static_category": "the same, learned for the question-answering sets and for the others apart, which takes to "
-    "know the kind of every prompt",
-}
-#: Ways of running that may be measured several times, to what differs between the measurements.
-REPEATED = {"static_random": "draw", "static_learned": "training seed", "static_category": "training seed"}
-#: Set to what an example of it is.
-SETS = {
-    "sqa_foldoc": "what one of many entries of FOLDOC, a glossary of computing, says",
-    "sqa_pkg": "the description of one package in a list of Debian packages",
-    "niah_single": "a number hidden in the prose of Debian's handbook, as RULER's needle, in wording of our own",
-    "mhop_wordnet": "two hops over facts of WordNet: what a word is a kind of, and what that means",
-    "summ_rfc": "the abstract of an RFC from its body",
-    "code_stdlib": "the next lines of a module of Python's standard library",
-    "icl_wordnet": "WordNet's class of a word, after many that are solved",
-}
-CHOSEN = "The recipe was chosen, among the jobs `trade-*`, on the same evaluation prompts that judge it here."
-RISES = (
-    "Rise: NLL above full attention, nats a token; worst rise: that of the set where it is largest; sensitive are the "
-    "question-answering sets, robust the others."
-)
-JUDGED = (
-    "Not where MSR moved towards the other kind of sets by over half of what is between them. NLL is lost where it is "
-    f"over {TOLERATED:g} above full and has grown by over {TOLERATED:g}."
-)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -91,8 +56,6 @@ def main(arguments: list[str] | None = None) -> None:
         record = pair_results(results, pair, args.commit)
         file = args.output / pair / "results.json"
         file.parent.mkdir(exist_ok=True)
-        if file.exists() and not record["ruler"]:  # recipes/evaluate.py adds these
-            record["ruler"] = json.loads(file.read_text(encoding="utf-8")).get("ruler", [])
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (args.output / "static_masks.json").write_text(json.dumps(static_masks(results)), encoding="utf-8")
     text = tables_text(results)

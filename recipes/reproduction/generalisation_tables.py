@@ -18,6 +18,10 @@ from reproduction.generalisation import (
 )
 
 
+#: Prompts that training did not hold, as a clause.
+_WHERE = {LEFT_OUT: "their set was left out", UNSEEN: "the phrasing is new"}
+
+
 def long_rows(judged: Sequence[Judgement]) -> dict[str, list[dict[str, Any]]]:
     """A row for each set, by prompts and training in words."""
     tables: dict[str, list[dict[str, Any]]] = {}
@@ -64,8 +68,9 @@ def explain(judged: Sequence[Judgement]) -> str:
         by_prompts.setdefault(one.prompts, []).append(one)
     if without := by_prompts.pop(LEFT_OUT, []):
         sentences.append(
-            f"Of sets left out of training, the routing of {_strayed(without)} follows the template of the prompts "
-            f"and not the task; {_share([one.loses for one in without])} lose NLL."
+            f"Of sets left out of training, the routing of {_strayed(without)} follows the template of the prompts, "
+            "their fixed wording and kind of document, and not the task; "
+            f"{_share([one.loses for one in without])} lose NLL."
         )
     if by_prompts:
         follow = (
@@ -91,20 +96,22 @@ def _compare(judged: Sequence[Judgement], training: Training) -> str:
 
     It helped if sets left out of training lose over `TOLERATED` nats less, mean of the sets.
     """
-    parts, gain = [], 0.0
+    sentences, helped = [], False
     for prompts in (LEFT_OUT, UNSEEN):
         changed = [one for one in _of(judged, training) if one.prompts == prompts]
         before = [one for one in _of(judged, RECIPE) if one.prompts == prompts]
         shared = {one.set for one in changed} & {one.set for one in before}
         if shared:
             changed, before = ([one for one in members if one.set in shared] for members in (changed, before))
-            gain += (_mean_rise(before) - _mean_rise(changed)) * (prompts == LEFT_OUT)
-            parts.append(
-                f"{prompts}, {_strayed(changed)} sets follow the template (by the recipe {_strayed(before)}) and NLL "
-                f"is {_mean_rise(changed):+z.2f} over full on average ({_mean_rise(before):+z.2f})"
+            if prompts == LEFT_OUT:
+                helped = _mean_rise(before) - _mean_rise(changed) > TOLERATED
+            sentences.append(
+                f"With it {_strayed(changed)} sets follow the template where {_WHERE[prompts]}, without it "
+                f"{_strayed(before)}; NLL over full, mean of these sets, is {_mean_rise(changed):+z.2f} with and "
+                f"{_mean_rise(before):+z.2f} without."
             )
-    verdict = "helped" if gain > TOLERATED else "did not help"
-    return f"Training with {training.words} {verdict}: {'; '.join(parts)}."
+    verdict = "helped" if helped else "did not help"
+    return f"Training with {training.words}, one seed, {verdict}. {' '.join(sentences)}"
 
 
 def _mean_rise(members: Sequence[Judgement]) -> float:

@@ -11,9 +11,9 @@ SEEDS = (0, 1, 2)
 #: The adapter whose mean MSR the static masks are given.
 REFERENCE = "fa-ssa-seed0"
 STATIC = "static-gates"
-#: Ways of choosing the same heads for every prompt: the job that measured one, and its mask's name there.
+#: Ways of choosing the same heads for every prompt: the job that measured them, and how its masks' names begin.
 ONE_MASK = {
-    "static_random": ("masks-random", "random0"),
+    "static_random": ("masks-random", "random"),
     "static_retrieval": ("masks-retrieval", "retrieval"),
     "static_loss": ("masks-loss", "loss"),
     "static_learned": ("masks-learned", "learned"),

@@ -28,8 +28,9 @@ from reproduction.chart_style import (
     offsets,
     set_rows,
 )
-from reproduction.collect import CHOSEN, PAIRS
+from reproduction.collect import PAIRS
 from reproduction.jobs import ONE_MASK
+from reproduction.words import CHOSEN, NO_LONGBENCH, NO_RULER
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,6 @@ PICTURE_TEXT = "MSR of each set, and answer NLL above full attention when routed
 COLUMNS = {"full": "NLL, full attention", "all_sparse": "NLL, all sparse", "routed": "NLL, routed"}
 #: Accuracies nearer to each other than this are not told apart.
 SAME_ACCURACY = 0.005
-NOT_MEASURED = "LongBench was not measured: its data was not available."
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -89,7 +89,7 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [
         *_reached(record["bars"]),
         f"SmolLM2-135M-Instruct, FA-SSA, {record['examples']} evaluation prompts of each "
-        f"set; NLL in nats per answer token, {means}.{chosen}",
+        f"[set](hub_cards/smollm2-135m-fa-ssa#results); NLL in nats per answer token, {means}.{chosen}",
         _table([_main_row(row) for row in record["tasks"]]),
     ]
     if "full" in record["ways"]:
@@ -105,7 +105,8 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
     measured = [f"{name} {version}" for name, version in record["versions"].items()]
     measured += [f"commit {record['commit']}"] if record["commit"] else []
     parts.append(
-        f"{NOT_MEASURED} Measured on one {record['hardware']} with {', '.join(measured)}; "
+        f"{NO_LONGBENCH}{'' if record['ruler'] else f' {NO_RULER}'} Measured on one {record['hardware']} with "
+        f"{', '.join(measured)}; "
         "[how](recipes/reproduction), and [all tables](recipes/reproduction/results/tables.md)."
     )
     return "\n\n".join(parts)
@@ -139,18 +140,27 @@ def _accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
         row["set"] for row in rows if row["set"] in below and _mean(row["nll"]["routed"]) <= _mean(row["nll"]["full"])
     ]
     falls = "; ".join(f"{LABELS[name]}, {by:.3f}" for name, by in below.items())
-    but = f" In {len(hidden)} of them NLL is no higher, and tells a better story." if hidden else ""
-    return f"{what} is below full attention's in {len(below)} of {len(rows)} sets: {falls}.{but}"
+    but = f" In {len(hidden)} of these NLL is not higher than full attention's and hides the loss." if hidden else ""
+    where = f"{len(below)} of {len(rows)} sets by more than {SAME_ACCURACY:g}"
+    return f"{what} is below full attention's in {where}: {falls}.{but}"
 
 
 def _better_statics(rows: Sequence[Mapping[str, Any]]) -> str:
-    """In which sets a static choice of heads has a lower NLL than routing, after a space; empty without any."""
-    better = [
-        LABELS[row["set"]]
-        for row in rows
-        if any(_mean(row["nll"][way]) < _mean(row["nll"]["routed"]) for way in ONE_MASK if way in row["nll"])
-    ]
-    return f" The best static choice has a lower NLL than routing in: {'; '.join(better)}." if better else ""
+    """In which sets static choices of heads have a lower NLL than routing, after a space; empty without any."""
+    kinds = {
+        "The best static choice has": ONE_MASK,
+        "Two choices, one for question answering and one for the rest, which takes to know the kind of every prompt, "
+        "have": ("static_category",),
+    }
+    text = ""
+    for begin, ways in kinds.items():
+        better = [
+            LABELS[row["set"]]
+            for row in rows
+            if any(_mean(row["nll"][way]) < _mean(row["nll"]["routed"]) for way in ways if way in row["nll"])
+        ]
+        text += f" {begin} a lower NLL than routing in: {'; '.join(better)}." if better else ""
+    return text
 
 
 def _main_row(row: Mapping[str, Any]) -> dict[str, str]:
@@ -203,8 +213,7 @@ def overview(record: Mapping[str, Any]) -> Figure:
     places = np.arange(len(rows))
     shares = [row["msr"] for row in rows]
     left.errorbar(list(map(_mean, shares)), places, xerr=list(map(_std, shares)), color=BLUE, fmt="o", capsize=3)
-    left.plot([row["t"] for row in rows], places, color="grey", marker="|", markersize=14, ls="", label="target")
-    left.legend(fontsize="small")
+    left.plot([row["t"] for row in rows], places, color="grey", marker="|", markersize=14, ls="")
     ways = [way for way in STYLES if way in rows[0]["nll"]]
     for offset, way in zip(offsets(len(ways)), ways):
         label, color, marker, _ = STYLES[way]
@@ -213,10 +222,13 @@ def overview(record: Mapping[str, Any]) -> Figure:
         right.errorbar(rises, places + offset, xerr=spread, color=color, fmt=marker, markersize=5, label=label)
     set_rows(left, names)
     logarithmic_rise(right, "x")
-    finish(left, MSR, title="How sparse each set runs")
+    finish(left, MSR, title="How sparse each set runs; grey: its target")
     has_statics = any(way != "routed" for way in ways)
-    finish(right, SCALED_RISE, title=f"What routing costs{', and as many static heads' if has_statics else ''}")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    finish(
+        right, SCALED_RISE, title=f"What routing costs{', and what as many static heads cost' if has_statics else ''}"
+    )
+    style = {"title": "bars: one standard deviation", "title_fontsize": "small", "fontsize": "small"}
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, **style)
     return figure
 
 

@@ -45,5 +45,6 @@ def mean_msr(result: Mapping[str, Any], sets: Sequence[str]) -> float:
 
 
 def static_masks(results: Results) -> dict[str, list[list[int]]]:
-    """The masks for every prompt, by way of choosing them: 1 = sparse, a row a layer."""
-    return {way: results[name]["masks"][mask]["mask"] for way, (name, mask) in ONE_MASK.items() if name in results}
+    """A mask for every prompt, by way of choosing it, of several the first: 1 = sparse, a row a layer."""
+    jobs = {way: name for way, (name, _) in ONE_MASK.items() if name in results}
+    return {way: next(iter(results[name]["masks"].values()))["mask"] for way, name in jobs.items()}

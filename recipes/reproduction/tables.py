@@ -5,7 +5,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from reproduction.examples import ROBUST, SENSITIVE, TASKS
-from reproduction.jobs import REFERENCE, SEEDS
+from reproduction.jobs import ONE_MASK, REFERENCE, SEEDS
 from reproduction.results import Results, mean_msr
 
 
@@ -18,13 +18,7 @@ class Table(NamedTuple):
 
 
 #: Ways of running a set beside `routed`: the result that measured them, further ones by seed, and the masks' name.
-WAYS = {
-    "static_random": ("masks-random", "random"),
-    "static_retrieval": ("masks-retrieval", "retrieval"),
-    "static_loss": ("masks-loss", "loss"),
-    "static_learned": ("masks-learned", "learned"),
-    "static_category": ("masks-category", "category"),
-}
+WAYS = {**ONE_MASK, "static_category": ("masks-category", "category")}
 
 
 def seeds_of(results: Results, pair: str) -> list[int]:

@@ -26,7 +26,7 @@ def change(table, name, **figures):
 
 
 def test_a_bar_takes_the_mean_of_the_seeds_with_its_spread(results):
-    row = bar(results, "mean MSR of the sensitive sets")
+    row = bar(results, "mean MSR of the question-answering sets")
     assert (row["measured"], row["std"]) == (pytest.approx(0.68), pytest.approx(0.01))
     assert row["reached"] == "yes"
 

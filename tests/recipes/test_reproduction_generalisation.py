@@ -144,7 +144,8 @@ def test_the_words_count_the_sets(results):
         change(results[f"without-{name}"], name, msr=0.9)
     change(results["unseen-phrasings"]["unseen"]["routed"], "sqa_pkg", nll=9.0)
     text = explain(generalisation.judgements(results))
-    assert "the routing of 2 of 7 follows the template of the prompts and not the task; 0 of 7 lose NLL." in text
+    assert "the routing of 2 of 7 follows the template of the prompts" in text
+    assert "and not the task; 0 of 7 lose NLL." in text
     assert "follows the task: unseen phrasings, 7 of 7; 1K tokens, 7 of 7. 1 of these lose NLL." in text
 
 
@@ -154,14 +155,19 @@ def test_another_training_helps_where_sets_left_out_lose_less(results, gain, ver
         change(results[f"without-{name}"], name, nll=full(results, name) + 0.6)
         change(results[f"varied-without-{name}"], name, nll=full(results, name) + 0.6 - gain)
     text = explain(generalisation.judgements(results))
-    (told,) = re.findall(rf"Training with {VARIED.words} (.*?):", text)
+    (told,) = re.findall(rf"Training with {VARIED.words}, one seed, (.*?)\.", text)
     assert told == verdict
-    assert f"0 of 3 sets follow the template (by the recipe 0 of 3) and NLL is +{0.6 - gain:.2f} over full" in text
+    assert (
+        "With it 0 of 3 sets follow the template where their set was left out, without it 0 of 3; NLL over full, mean "
+        f"of these sets, is +{0.6 - gain:.2f} with and +0.60 without." in text
+    )
 
 
 def test_trainings_that_did_not_run_are_not_told(results):
     kept = {name: result for name, result in results.items() if not name.startswith(("varied", "crossed"))}
-    assert "Training with" not in explain(generalisation.judgements(kept))
+    text = explain(generalisation.judgements(kept))
+    assert "Sets whose routing follows the task" in text
+    assert "Training with" not in text
 
 
 def test_without_full_attention_nothing_is_judged(results):

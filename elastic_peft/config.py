@@ -6,12 +6,13 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
+
+from .checks import check_finite, check_integer, check_ratio, is_integer, is_number, plain
 
 
 FORMAT_VERSION = 1
@@ -21,8 +22,6 @@ MISSING_WEIGHTS = (
 )
 MODE_PAIRS = ("FA-SSA", "FA-XA", "XA-SSA")
 DECODE_MODES = ("routed", "full")
-#: So that the sum of two sizes fits 64 bits.
-MAX_SIZE = 2**62
 TASK_TYPES = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 DEFAULT_T_VALUES = {
     "single_qa": 0.7,
@@ -120,8 +119,7 @@ class ElasticConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = PeftType.ELASTIC
         self.num_key_value_heads = _heads_by_layer(self.num_key_value_heads)
-        if isinstance(self.layers_to_transform, int):
-            self.layers_to_transform = [self.layers_to_transform]
+        self.layers_to_transform = _layer_indices(self.layers_to_transform)
         self._validate()
 
     @property
@@ -195,7 +193,7 @@ class ElasticConfig(PeftConfig):
     _bound_here = False
 
     def _validate(self):
-        check_integer("format_version", self.format_version, 1)
+        self.format_version = check_integer("format_version", self.format_version, 1)
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"`format_version` must be at most {FORMAT_VERSION} for this version of elastic_peft, got "
@@ -208,14 +206,13 @@ class ElasticConfig(PeftConfig):
             )
         _check_choice("mode_pair", self.mode_pair, MODE_PAIRS)
         _check_choice("decode", self.decode, DECODE_MODES)
-        _check_ratio("target_sparsity", self.target_sparsity)
+        self.target_sparsity = check_ratio("target_sparsity", self.target_sparsity)
         if not isinstance(self.t_values, dict) or not self.t_values:
             raise ValueError(f"`t_values` must map at least one task name to its target, got {self.t_values!r}.")
-        for task, value in self.t_values.items():
-            _check_ratio(f"t_values[{task!r}]", value)
-        check_integer("sink_size", self.sink_size, 0)
+        self.t_values = {task: check_ratio(f"t_values[{task!r}]", value) for task, value in self.t_values.items()}
+        self.sink_size = check_integer("sink_size", self.sink_size, 0)
         for name in ("window_size", "xattn_block_size", "xattn_stride", "router_expansion"):
-            check_integer(name, getattr(self, name), 1)
+            setattr(self, name, check_integer(name, getattr(self, name), 1))
         if self.xattn_block_size % self.xattn_stride:
             raise ValueError(
                 f"`xattn_block_size` must be a multiple of `xattn_stride` ({self.xattn_stride}), "
@@ -223,22 +220,27 @@ class ElasticConfig(PeftConfig):
             )
         if not is_number(self.xattn_threshold) or not 0 < self.xattn_threshold <= 1:
             raise ValueError(f"`xattn_threshold` must be in (0, 1], got {self.xattn_threshold!r}.")
-        if self.pool_size is not None:
-            check_integer("pool_size", self.pool_size, 1)
+        self.xattn_threshold = plain(self.xattn_threshold)
+        for name in ("pool_size", "head_dim"):
+            if getattr(self, name) is not None:
+                setattr(self, name, check_integer(name, getattr(self, name), 1))
         if not isinstance(self.standardize_input, bool):
             raise ValueError(f"`standardize_input` must be True or False, got {self.standardize_input!r}.")
-        if not is_number(self.sparsity_bias) or self.sparsity_bias != self.sparsity_bias:
-            raise ValueError(f"`sparsity_bias` must be a number, got {self.sparsity_bias!r}.")
-        if self.head_dim is not None:
-            check_integer("head_dim", self.head_dim, 1)
-        if self.layers_to_transform is not None and (
-            not isinstance(self.layers_to_transform, list | tuple)
-            or not self.layers_to_transform
-            or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in self.layers_to_transform)
-        ):
-            raise ValueError(
-                f"`layers_to_transform` must be None or layer indices from 0, got {self.layers_to_transform!r}."
-            )
+        self.sparsity_bias = check_finite("sparsity_bias", self.sparsity_bias)
+
+
+def _layer_indices(value) -> list[int] | None:
+    """`layers_to_transform` as a list, also of a single index."""
+    if value is None:
+        return None
+    indices = [value] if is_integer(value) else value
+    if (
+        not isinstance(indices, list | tuple)
+        or not indices
+        or any(not is_integer(index) or index < 0 for index in indices)
+    ):
+        raise ValueError(f"`layers_to_transform` must be None or layer indices from 0, got {value!r}.")
+    return [int(index) for index in indices]
 
 
 def _heads_by_layer(value) -> dict[int, int] | None:
@@ -247,32 +249,12 @@ def _heads_by_layer(value) -> dict[int, int] | None:
         return None
     if not isinstance(value, dict) or not all(str(index).isdecimal() for index in value):
         raise ValueError(f"`num_key_value_heads` must map layer indices from 0 to numbers of heads, got {value!r}.")
-    for index, heads in value.items():
-        check_integer(f"num_key_value_heads[{index}]", heads, 1)
-    return {int(index): heads for index, heads in value.items()}
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is an integer or a float; True and False are neither."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return {int(index): check_integer(f"num_key_value_heads[{index}]", heads, 1) for index, heads in value.items()}
 
 
 def _check_choice(name, value, choices):
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _check_ratio(name, value):
-    if not is_number(value) or not 0 <= value <= 1:
-        raise ValueError(f"`{name}` must be in [0, 1], got {value!r}.")
-
-
-def check_integer(name: str, value: Any, minimum: int) -> None:
-    """Raises ValueError unless `value`, a field's, is an integer from `minimum` to `MAX_SIZE`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"`{name}` must be an integer of at least {minimum}, got {value!r}.")
-    if value > MAX_SIZE:
-        raise ValueError(f"`{name}` must be at most 2**62, got {value}.")
 
 
 def _download_weights(repo_id: str, subfolder: str | None, options: dict) -> Path:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from elastic_kernels.routed_attention.counterfactual import num_strata, tiles_per_stratum
 
+from .checks import is_number
 
-def check_fraction(fraction: float) -> None:
-    """Raises ValueError unless `counterfactual_fraction` may be `fraction`: 1 over an integer."""
-    tiles_per_stratum(fraction)
+
+def check_fraction(fraction: Any) -> float:
+    """The field `counterfactual_fraction`: 1 over an integer.
+
+    Args:
+        fraction: what the field was given.
+
+    Returns:
+        The fraction as a float, that of the integer also for a number of less precision.
+
+    Raises:
+        ValueError: it is no number, or not 1 over an integer.
+    """
+    if not is_number(fraction):
+        raise ValueError(f"`counterfactual_fraction` must be a number, got {fraction!r}.")
+    return 1 / tiles_per_stratum(fraction)
 
 
 def counterfactual_noise(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers import SchedulerType
 from trl import SFTConfig
 
-from .config import check_integer, is_number
+from .checks import check_finite, check_integer
 from .counterfactual import check_fraction
 from .gating import TEMPERATURE_SCHEDULES
 from .sparsity import SPARSITY_CONSTRAINTS
@@ -93,13 +93,13 @@ class ElasticSFTConfig(SFTConfig):
     max_grad_norm: float = field(default=5.0, metadata={"help": "Largest norm of the routers' gradient."})
 
     def __post_init__(self):
-        if self.learning_rate is None:
-            self.learning_rate = self.router_learning_rate
-        elif self.learning_rate != self.router_learning_rate:
+        if self.learning_rate is not None and self.learning_rate != self.router_learning_rate:
             raise ValueError(
                 f"`learning_rate` must equal `router_learning_rate` ({self.router_learning_rate}) or be left out, got "
                 f"{self.learning_rate}."
             )
+        self.router_learning_rate = check_finite("router_learning_rate", self.router_learning_rate)
+        self.learning_rate = self.router_learning_rate
         super().__post_init__()
         self._validate_routing()
         self._validate_inherited()
@@ -116,10 +116,8 @@ class ElasticSFTConfig(SFTConfig):
                 )
         if self.temperature_end is None:
             self.temperature_end = _TEMPERATURE_END[self.temperature_schedule]
-        for name in ("router_learning_rate", "multiplier_learning_rate", "temperature_start", "temperature_end"):
-            value = getattr(self, name)
-            if not is_number(value) or value in (float("inf"), float("-inf")):
-                raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
+        for name in ("multiplier_learning_rate", "temperature_start", "temperature_end"):
+            setattr(self, name, check_finite(name, getattr(self, name)))
         if not self.router_learning_rate > 0:
             raise ValueError(f"`router_learning_rate` must be positive, got {self.router_learning_rate}.")
         if not self.multiplier_learning_rate >= 0:
@@ -129,8 +127,8 @@ class ElasticSFTConfig(SFTConfig):
                 f"`temperature_end` must be positive and at most `temperature_start` ({self.temperature_start}), got "
                 f"{self.temperature_end}."
             )
-        check_fraction(self.counterfactual_fraction)
-        check_integer("calibration_batches", self.calibration_batches, 1)
+        self.counterfactual_fraction = check_fraction(self.counterfactual_fraction)
+        self.calibration_batches = check_integer("calibration_batches", self.calibration_batches, 1)
 
     def _validate_inherited(self):
         if self.packing and self.packing_strategy != "bfd":

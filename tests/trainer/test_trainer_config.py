@@ -1,5 +1,7 @@
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 from transformers import HfArgumentParser
 from trl import SFTConfig
@@ -16,6 +18,13 @@ REFUSED = [
     ({"temperature_end": 0.0}, "`temperature_end` must be positive"),
     ({"temperature_start": 0.2}, r"at most `temperature_start` \(0.2\), got 0.3"),
     ({"counterfactual_fraction": 0.3}, "`counterfactual_fraction` must be 1 / n .*got 0.3"),
+    ({"counterfactual_fraction": "0.5"}, "`counterfactual_fraction` must be a number, got '0.5'"),
+    ({"counterfactual_fraction": True}, "`counterfactual_fraction` must be a number, got True"),
+    ({"router_learning_rate": 10**400}, "`router_learning_rate` must be a finite number, got 10+[.]$"),
+    ({"multiplier_learning_rate": float("nan")}, "`multiplier_learning_rate` must be a finite number, got nan"),
+    ({"temperature_start": 10**400}, "`temperature_start` must be a finite number, got 10+[.]$"),
+    ({"calibration_batches": 2.0}, "`calibration_batches` must be an integer of at least 1, got 2.0"),
+    ({"calibration_batches": True}, "`calibration_batches` must be an integer of at least 1, got True"),
     ({"router_learning_rate": None}, "`router_learning_rate` must be a finite number, got None"),
     ({"multiplier_learning_rate": "1e-3"}, "`multiplier_learning_rate` must be a finite number, got '1e-3'"),
     ({"temperature_start": float("inf")}, "`temperature_start` must be a finite number, got inf"),
@@ -53,6 +62,29 @@ def test_final_temperature_follows_the_schedule(tmp_path, schedule, end):
 
 def test_learning_rate_is_the_routers(tmp_path):
     assert make(tmp_path, router_learning_rate=3e-4).learning_rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("router_learning_rate", np.float32(2**-10), 2**-10),
+        ("multiplier_learning_rate", np.float16(2**-6), 2**-6),
+        ("temperature_start", np.float32(1.5), 1.5),
+        ("temperature_end", np.float64(0.5), 0.5),
+        ("counterfactual_fraction", np.float32(1 / 3), 1 / 3),
+        ("calibration_batches", np.int64(2), 2),
+    ],
+)
+def test_numbers_of_numpy_become_plain(tmp_path, field, value, stored):
+    args = make(tmp_path, **{field: value})
+    assert (type(getattr(args, field)), getattr(args, field)) == (type(stored), stored)
+    assert json.loads(args.to_json_string())[field] == stored
+
+
+def test_a_learning_rate_of_numpy_becomes_plain(tmp_path):
+    args = make(tmp_path, router_learning_rate=np.float32(1e-3), learning_rate=np.float32(1e-3))
+    assert type(args.learning_rate) is float
+    assert args.learning_rate == args.router_learning_rate
 
 
 def test_learning_rate_may_be_given_when_it_agrees(tmp_path):

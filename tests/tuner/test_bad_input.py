@@ -1,5 +1,6 @@
 """Odd prompts and wrong arguments have a defined result or one clear error."""
 
+import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
@@ -39,7 +40,9 @@ def forward(model, **inputs):
         ("sink_size", -1, "`sink_size` must be an integer of at least 0, got -1"),
         ("window_size", 0, "`window_size` must be an integer of at least 1, got 0"),
         ("window_size", 2.0, "`window_size` must be an integer of at least 1, got 2.0"),
-        ("window_size", 2**70, r"`window_size` must be at most 2\*\*62, got 1180591620717411303424"),
+        ("window_size", 2**31, "`window_size` must be at most 2147483647, got 2147483648"),
+        ("window_size", np.float64(2.0), r"`window_size` must be an integer of at least 1, got np.float64\(2.0\)"),
+        ("window_size", np.int64(0), r"`window_size` must be an integer of at least 1, got np.int64\(0\)"),
         ("xattn_block_size", 100, r"`xattn_block_size` must be a multiple of `xattn_stride` \(16\), got 100"),
         ("xattn_stride", 0, "`xattn_stride` must be an integer of at least 1, got 0"),
         ("xattn_threshold", 0.0, r"`xattn_threshold` must be in \(0, 1\], got 0.0"),
@@ -49,7 +52,8 @@ def forward(model, **inputs):
         ("format_version", 2, "`format_version` must be at most 1 .*, got 2: upgrade elastic_peft"),
         ("format_version", 0, "`format_version` must be an integer of at least 1, got 0"),
         ("format_version", True, "`format_version` must be an integer of at least 1, got True"),
-        ("sparsity_bias", float("nan"), "`sparsity_bias` must be a number, got nan"),
+        ("sparsity_bias", float("nan"), "`sparsity_bias` must be a finite number, got nan"),
+        ("sparsity_bias", 10**400, "`sparsity_bias` must be a finite number, got 10+[.]$"),
         ("layers_to_transform", [], r"`layers_to_transform` must be None or layer indices from 0, got \[\]"),
         ("layers_to_transform", [True], r"`layers_to_transform` must be None or layer indices from 0, got \[True\]"),
         ("layers_to_transform", [-1], r"`layers_to_transform` must be None or layer indices from 0, got \[-1\]"),

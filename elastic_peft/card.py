@@ -40,7 +40,8 @@ MODES = {
 }
 #: Characters of figures after the point; scores of RULER, from 0 to 100, have one less.
 DECIMALS = 3
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+#: Characters a reader does not see, or that reorder those around them; tabs are kept.
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def render_card(
@@ -76,7 +77,8 @@ def render_card(
             repository.
 
     Numerics:
-        Figures have three decimals; settings among the columns of `ablations` that need more are given as texts.
+        Figures have three decimals. A column of `ablations` or `generalisation` holds settings, which come in full, if
+        each number in it has at most three significant digits, and one is at least 1e6 or needs more decimals.
     """
     directory = Path(directory)
     if repo_id is not None:
@@ -133,8 +135,8 @@ def render_card(
         nll=_table([by_way(row, "nll") for row in rows if "nll" in row]),
         accuracy=_table([by_way(row, "accuracy") for row in rows if "accuracy" in row]),
         ruler=_table(ruler, DECIMALS - 1),
-        ablations=_table(results.get("ablations") or []),
-        generalisation=_table(results.get("generalisation") or []),
+        ablations=_table(_settings_in_full(results.get("ablations") or [])),
+        generalisation=_table(_settings_in_full(results.get("generalisation") or [])),
     )
 
 
@@ -163,6 +165,27 @@ def _model_id_on_the_hub(name: Any, directory: Path) -> str | None:
         return None
     starts = (Path.cwd(), directory, *directory.parents)
     return None if any(os.path.exists(start / name) for start in starts) else name
+
+
+def _settings_in_full(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the numbers of their settings, such as learning rates, as texts; see `render_card`."""
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    settings = {name for name, values in columns.items() if _are_settings(values)}
+    return [
+        {name: _text(value) if name in settings and isinstance(value, float) else value for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def _are_settings(values: Sequence[Any]) -> bool:
+    if any(isinstance(value, Mapping) for value in values):
+        return False
+    numbers = [value for value in values if isinstance(value, float)]
+    are_round = all(float(f"{number:.3g}") == number for number in numbers)
+    return are_round and any(abs(number) >= 1e6 or round(number, DECIMALS) != number for number in numbers)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], decimals: int = DECIMALS) -> str:
@@ -201,9 +224,9 @@ def _code(value: str) -> str:
 
 def _visible(text: str) -> str:
     """`text` that a file can hold and a reader sees: lone surrogates and control characters come as escapes."""
-    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", printable(text))
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), printable(text))
 
 
 def _lines(text: str) -> str:
     """The same for some lines."""
-    return "\n".join(map(_visible, text.splitlines()))
+    return "\n".join(map(_visible, text.removesuffix("\n").split("\n")))

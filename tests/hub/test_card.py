@@ -217,11 +217,30 @@ def test_accuracy_is_defined_where_it_is_shown(save, results):
 
 @pytest.mark.parametrize(
     ("figure", "cell"),
-    [(-0.0001297, "0.000"), (1e-9, "0.000"), (12345.678, "12345.678"), (-0.25, "-0.250"), (50, "50")],
+    [(-0.0001297, "0.000"), (1.2345e-9, "0.000"), (12345.678, "12345.678"), (-0.25, "-0.250"), (50, "50")],
 )
 def test_figures_have_as_many_decimals_whatever_their_size(save, results, figure, cell):
     results["ablations"] = [{"changed": "something", "NLL": figure}]
     assert f"| something | {cell} |" in render_card(save(results)).text
+
+
+@pytest.mark.parametrize("part", ["ablations", "generalisation"])
+@pytest.mark.parametrize(
+    ("column", "cells"),
+    [
+        ([5e-4], ["0.0005"]),
+        ([1e-2, 1e-3, 1.25e-4, "a|b", None], ["0.01", "0.001", "0.000125", "a&#124;b", "-"]),
+        ([1.5e7, 0.0], ["1.5e+07", "0"]),
+        ([0.5, 0.25], ["0.500", "0.250"]),
+        ([2.3456, -0.00013], ["2.346", "0.000"]),
+        ([{"mean": 1e-4, "std": 1e-4}, 1e-4], ["0.000 ± 0.000", "0.000"]),
+    ],
+    ids=["one-rate", "rates", "large", "round", "measured", "spread"],
+)
+def test_a_column_of_settings_comes_in_full(save, results, part, column, cells):
+    results[part] = [{"row": f"row{index}", "x": value} for index, value in enumerate(column)]
+    text = render_card(save(results)).text
+    assert re.findall(r"^\| row\d \| (.*) \|$", text, flags=re.MULTILINE) == cells
 
 
 def test_without_figures_the_card_says_so(save):
@@ -391,7 +410,8 @@ def test_names_cannot_leave_their_line(save, results, place):
     assert "<img" not in text
 
 
-UNPRINTABLE, PRINTED = "a\udcff\x00b\x1b\x9fc", r"a\udcff\x00b\x1b\x9fc"
+UNPRINTABLE = "a\udcff\x00b\x1b\x9fc\u202a\u202ed\u2066\u2069"
+PRINTED = r"a\udcff\x00b\x1b\x9fc\u202a\u202ed\u2066\u2069"
 
 
 @pytest.mark.parametrize(
@@ -415,12 +435,22 @@ def test_characters_that_no_file_or_reader_takes_come_as_escapes(save, results, 
     card.save(tmp_path / "README.md")
     text = ModelCard.load(tmp_path / "README.md").text
     assert PRINTED in text
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", text)
 
 
-def test_a_command_keeps_its_lines(save, results):
-    results["command"] = "first \\\n    --second"
-    assert "```bash\nfirst \\\n    --second\n```" in render_card(save(results)).text
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("first \\\n    --second", "first \\\n    --second"),
+        ("first \\\n\t--second\n", "first \\\n\t--second"),
+        ("first\u2028second", "first\u2028second"),
+        ("first\x0bsecond", r"first\x0bsecond"),
+    ],
+    ids=["spaces", "tab", "line-separator", "vertical-tab"],
+)
+def test_a_command_keeps_its_lines(save, results, command, shown):
+    results["command"] = command
+    assert f"```bash\n{shown}\n```" in render_card(save(results)).text
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,16 @@ def test_a_file_that_cannot_take_results_is_refused_before_anything_is_loaded(ev
         evaluate(["--model", "none", "--adapter", "none", "--output", str(tmp_path / "list.json")])
 
 
-@pytest.mark.parametrize("rows", [[[0, 1], [1]], [[0.3, 0.9]], {"mask": [[0, 1]]}, [0, 1]])
+@pytest.mark.parametrize("rows", [[[0, 1], [1]], [[0.3, 0.9]], {"mask": [[0, 1]]}, [0, 1], [], [[]]])
 def test_a_file_of_other_things_than_masks_is_refused(evaluate, tmp_path, rows):
     (tmp_path / "masks.json").write_text(json.dumps({"scores": rows}))
     with pytest.raises(ValueError, match="`static` must hold rows of one length of 0 and 1, got others for 'scores'"):
+        evaluate(["--model", "none", "--adapter", "none", "--static", str(tmp_path / "masks.json")])
+
+
+def test_masks_without_names_are_refused(evaluate, tmp_path):
+    (tmp_path / "masks.json").write_text("[[0, 1]]")
+    with pytest.raises(ValueError, match="`static` must map names to rows of 0 and 1, got a list in"):
         evaluate(["--model", "none", "--adapter", "none", "--static", str(tmp_path / "masks.json")])
 
 

@@ -105,10 +105,9 @@ def _read_prompt(file: Path) -> str:
 
 
 def _tokens(model: str, texts: dict[Path, str]) -> list[BatchEncoding]:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     with _loading(model):
-        AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = {file: tokenizer(text, return_tensors="pt") for file, text in texts.items()}
     for file, encoding in tokens.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ class Sequences:
     cu_seqlens: torch.Tensor | None = None
     is_padded_right: bool = False
     # Worked out once for all layers, in graphs too, which take no `cached_property` that locks.
+    _padding: list[int] | None = field(default=None, init=False, repr=False)
     _prompt_bounds: torch.Tensor | None = field(default=None, init=False, repr=False)
     _in_prompt: torch.Tensor | None = field(default=None, init=False, repr=False)
 
@@ -43,10 +43,12 @@ class Sequences:
         """Valid tokens of each sequence, int64 `[N]`."""
         return self.end - self.first
 
-    @cached_property
+    @property
     def padding(self) -> list[int]:
         """Left padding of each row, on the host: waits for the device once, if there is any."""
-        return [0] * self.shape[0] if self.start is None else self.start.tolist()
+        if self._padding is None:
+            self._padding = [0] * self.shape[0] if self.start is None else self.start.tolist()
+        return self._padding
 
     @property
     def prompt_bounds(self) -> torch.Tensor:

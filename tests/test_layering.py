@@ -15,7 +15,7 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")])
 
 # A module imports only modules on lines above its own.
 ORDER = [
-    ["operators", "printable"],
+    ["checks", "operators", "printable"],
     ["config", "precision", "counterfactual", "gating", "router", "families", "sequences", "sparsity"],
     ["context", "ragged_store", "static_router"],
     ["cache", "convert", "report_figures", "report_page"],

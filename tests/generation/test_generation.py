@@ -146,19 +146,6 @@ def test_model_compiles_as_one_graph():
         assert_same_logits(compiled(prompt, use_cache=False).logits, model(prompt, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("mode_pair", ["FA-SSA", "FA-XA"])
-@torch.no_grad()
-def test_padded_rows_compile_as_one_graph(mode_pair):
-    model = routed(mode_pair)
-    prompts, mask = left_padded()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    expected = model(prompts, attention_mask=mask, use_cache=False).logits
-    decisions = last_routing(model).decisions
-    actual = compiled(prompts, attention_mask=mask, use_cache=False).logits
-    assert torch.equal(last_routing(model).decisions, decisions), "the graph must route as the eager model"
-    assert_same_logits(actual[mask.bool()], expected[mask.bool()])
-
-
 @pytest.mark.parametrize("decode", ["routed", "full"])
 @pytest.mark.parametrize("mode_pair", ["FA-SSA", "FA-XA", "XA-SSA"])
 @torch.no_grad()

@@ -79,10 +79,28 @@ def check_finite(name: str, value: Any) -> int | float:
         The value as an int or a float.
 
     Raises:
-        ValueError: it is no number, infinite, or beyond the range of floats.
+        ValueError: it is no number, infinite or beyond the range of floats.
     """
     if not is_number(value) or not _is_finite(value):
         raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
+    return plain(value)
+
+
+def check_extended(name: str, value: Any) -> int | float:
+    """A field of any number, the infinite ones included.
+
+    Args:
+        name: the field's.
+        value: what it was given.
+
+    Returns:
+        The value as an int or a float.
+
+    Raises:
+        ValueError: it is no number, or finite and beyond the range of floats.
+    """
+    if not is_number(value) or value != value or not (abs(value) == math.inf or _is_finite(value)):
+        raise ValueError(f"`{name}` must be a number, got {value!r}.")
     return plain(value)
 
 

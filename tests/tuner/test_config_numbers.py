@@ -28,6 +28,7 @@ SHIPPED = Path(__file__).parents[2] / "hub_cards" / "smollm2-135m-fa-ssa"
         ("router_expansion", np.int64(2), 2),
         ("format_version", np.int64(1), 1),
         ("sparsity_bias", np.float16(-0.5), -0.5),
+        ("sparsity_bias", np.float32("inf"), float("inf")),
         ("layers_to_transform", np.int64(1), [1]),
         ("layers_to_transform", [np.int64(0), 1], [0, 1]),
         ("head_dim", np.int64(16), 16),

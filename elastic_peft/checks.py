@@ -23,6 +23,21 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number.
+
+    Args:
+        value: anything.
+
+    Returns:
+        True for a number by `is_number` that is finite as a float.
+    """
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer.
 
@@ -68,39 +83,23 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
-def check_finite(name: str, value: Any) -> int | float:
-    """A field of any finite number.
+def check_number(name: str, value: Any, *, finite: bool = True) -> int | float:
+    """A field of any number.
 
     Args:
         name: the field's.
         value: what it was given.
+        finite: whether infinite ones are refused.
 
     Returns:
         The value as an int or a float.
 
     Raises:
-        ValueError: it is no number, infinite or beyond the range of floats.
+        ValueError: it is no number, infinite where it must not be, or beyond the range of floats.
     """
-    if not is_number(value) or not _is_finite(value):
-        raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
-    return plain(value)
-
-
-def check_extended(name: str, value: Any) -> int | float:
-    """A field of any number, the infinite ones included.
-
-    Args:
-        name: the field's.
-        value: what it was given.
-
-    Returns:
-        The value as an int or a float.
-
-    Raises:
-        ValueError: it is no number, or finite and beyond the range of floats.
-    """
-    if not is_number(value) or value != value or not (abs(value) == math.inf or _is_finite(value)):
-        raise ValueError(f"`{name}` must be a number, got {value!r}.")
+    is_infinite = is_number(value) and abs(value) == math.inf
+    if not is_finite(value) and (finite or not is_infinite):
+        raise ValueError(f"`{name}` must be a {'finite ' if finite else ''}number, got {value!r}.")
     return plain(value)
 
 
@@ -120,10 +119,3 @@ def check_ratio(name: str, value: Any) -> int | float:
     if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"`{name}` must be in [0, 1], got {value!r}.")
     return plain(value)
-
-
-def _is_finite(value: Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

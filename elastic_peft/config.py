@@ -12,7 +12,7 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 
-from .checks import check_extended, check_integer, check_ratio, is_integer, is_number, plain
+from .checks import check_integer, check_number, check_ratio, is_integer, is_number, plain
 
 
 FORMAT_VERSION = 1
@@ -226,7 +226,7 @@ class ElasticConfig(PeftConfig):
                 setattr(self, name, check_integer(name, getattr(self, name), 1))
         if not isinstance(self.standardize_input, bool):
             raise ValueError(f"`standardize_input` must be True or False, got {self.standardize_input!r}.")
-        self.sparsity_bias = check_extended("sparsity_bias", self.sparsity_bias)
+        self.sparsity_bias = check_number("sparsity_bias", self.sparsity_bias, finite=False)
 
 
 def _layer_indices(value) -> list[int] | None:

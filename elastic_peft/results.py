@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from huggingface_hub import EvalResult
+
+from .checks import is_finite
 
 
 RESULTS_NAME = "results.json"
@@ -95,7 +96,7 @@ def _check_task_row(row: Mapping[str, Any], name: str) -> tuple[str, str]:
     if not all(isinstance(row[field], str) and _slug(row[field]) for field in ("task", "set")):
         raise ValueError(f"{name} must name its task and its set, got {row['task']!r} and {row['set']!r}.")
     for field, value in _measured(row):
-        if not _is_finite(value):
+        if not _is_figure(value):
             raise ValueError(f"{name} must hold finite numbers, got {value!r} for {field}.")
     return row["task"], _slug(row["set"])
 
@@ -104,18 +105,18 @@ def _check_ruler_row(row: Mapping[str, Any], name: str) -> tuple[str, int, str]:
     """Returns what the row measures."""
     for field, kind in RULER_FIELDS.items():
         value = row.get(field)
-        is_right = _is_number(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
+        is_right = is_finite(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
         if not is_right:
             raise ValueError(f"{name} must hold a {kind.__name__} as {field}, got {value!r}.")
     for way, score in row["score"].items():
-        if not _is_number(score):
+        if not is_finite(score):
             raise ValueError(f"{name} must hold finite scores, got {score!r} for {way}.")
     return row["task"], row["length"], row["mode_pair"]
 
 
 def _check_free_row(row: Mapping[str, Any], name: str) -> None:
     for column, value in row.items():
-        if value is not None and not isinstance(value, str | bool) and not _is_finite(value):
+        if value is not None and not isinstance(value, str | bool) and not _is_figure(value):
             raise ValueError(f"{name} must hold texts and finite numbers, got {value!r} for {column}.")
 
 
@@ -188,18 +189,14 @@ def by_way(row: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 def _mean(value: Any) -> Any:
-    return value["mean"] if isinstance(value, Mapping) and _is_finite(value) else value
+    return value["mean"] if isinstance(value, Mapping) and _is_figure(value) else value
 
 
-def _is_finite(value: Any) -> bool:
+def _is_figure(value: Any) -> bool:
     """Whether `value` is a finite number, or a mean and a spread of which both are."""
     if isinstance(value, Mapping):
-        return set(value) == {"mean", "std"} and all(map(_is_number, value.values()))
-    return _is_number(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+        return set(value) == {"mean", "std"} and all(map(is_finite, value.values()))
+    return is_finite(value)
 
 
 def _slug(text: str) -> str:

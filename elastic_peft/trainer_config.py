@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers import SchedulerType
 from trl import SFTConfig
 
-from .checks import check_finite, check_integer
+from .checks import check_integer, check_number
 from .counterfactual import check_fraction
 from .gating import TEMPERATURE_SCHEDULES
 from .sparsity import SPARSITY_CONSTRAINTS
@@ -98,7 +98,7 @@ class ElasticSFTConfig(SFTConfig):
                 f"`learning_rate` must equal `router_learning_rate` ({self.router_learning_rate}) or be left out, got "
                 f"{self.learning_rate}."
             )
-        self.router_learning_rate = check_finite("router_learning_rate", self.router_learning_rate)
+        self.router_learning_rate = check_number("router_learning_rate", self.router_learning_rate)
         self.learning_rate = self.router_learning_rate
         super().__post_init__()
         self._validate_routing()
@@ -117,7 +117,7 @@ class ElasticSFTConfig(SFTConfig):
         if self.temperature_end is None:
             self.temperature_end = _TEMPERATURE_END[self.temperature_schedule]
         for name in ("multiplier_learning_rate", "temperature_start", "temperature_end"):
-            setattr(self, name, check_finite(name, getattr(self, name)))
+            setattr(self, name, check_number(name, getattr(self, name)))
         if not self.router_learning_rate > 0:
             raise ValueError(f"`router_learning_rate` must be positive, got {self.router_learning_rate}.")
         if not self.multiplier_learning_rate >= 0:

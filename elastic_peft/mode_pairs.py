@@ -71,10 +71,14 @@ class PairAttention:
         Returns:
             `[B, Hq, Q, head_dim]` and the name of the implementation that ran.
         """
-        if modes == ("FA", "FA"):
-            return self.full(), "dense"
         query, key, value = self.inputs
         softcap, sinks = self.scores["softcap"], self.scores["sinks"]
+        if modes == ("FA", "FA"):
+            implementation = choose_implementation(None, query, key, value, softcap=softcap)
+            if implementation == "reference" or not gate.is_floating_point():
+                return self.full(), "dense"
+            # Routers train, where full heads are the kernels' anyway; they skip later keys of padded rows, SDPA does not.
+            modes, gate = ("FA", "SSA"), torch.zeros_like(gate, dtype=torch.bool)
         is_short = cu_seqlens is None and query.shape[2] <= MAX_QUERIES
         if modes == ("FA", "SSA") and is_short and not gate.is_floating_point():
             implementation = choose_decode_implementation(None, query, key, value, sinks)

@@ -27,7 +27,7 @@ from reproduction.findings import MAX_ROBUST, MAX_SENSITIVE, MIN_APART, MIN_MSR
 from reproduction.jobs import REFERENCE, all_jobs
 from reproduction.recipe import RECIPES, read_recipe
 from reproduction.results import Results, mean_msr
-from reproduction.tables import WAYS, full_attention, rise, row_of, settings, static_tables, trade, trainings
+from reproduction.tables import TRADES, WAYS, full_attention, rise, row_of, settings, static_tables, trade, trainings
 
 
 #: Job to the tokens that it pools at each end of a prompt, "all" where it pools everything.
@@ -129,14 +129,14 @@ def trades(results: Results) -> Figure:
     full = full_attention(results)
     kinds: dict[tuple[str, str], list[dict[str, float]]] = {}
     for name, result in results.items():
-        if name.startswith(("fa-ssa-seed", "trade-")) and "tasks" in result:
+        if name.startswith(("fa-ssa-seed", *TRADES)) and "tasks" in result:
             color = RED if name.startswith("fa-ssa") else BLUE
             label = ", ".join(str(value) for value in settings(result).values() if value is not None)
             label += " (the recipe)" * (color == RED)
             kinds.setdefault((label, color), []).append(trade(result, full))
     figure = new_figure(10, 8)
     top, bottom = figure.subplots(2, 1)
-    names = "window, pool, t robust,\nsteps, answer tokens,\nmultiplier lr, counterfactual"
+    names = "window, pool, t robust,\nsteps, answer tokens,\nmultiplier lr, counterfactual, documents"
     panels = (
         (top, "MSR sensitive", "worst rise, sensitive", (MIN_MSR, MAX_SENSITIVE), "Sensitive sets", "mean MSR"),
         (

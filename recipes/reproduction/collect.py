@@ -22,6 +22,7 @@ from reproduction.generalisation_tables import explain, long_rows, pivot
 from reproduction.jobs import REFERENCE
 from reproduction.results import Results, read_all, static_masks
 from reproduction.tables import (
+    TRADES,
     Table,
     column,
     conditions,
@@ -35,7 +36,7 @@ from reproduction.tables import (
     tried,
     ways_of,
 )
-from reproduction.words import CHOSEN, COMMAND, DESCRIPTIONS, JUDGED, REPEATED, RISES, SETS
+from reproduction.words import CHOSEN, COMMAND, CROSSED, DESCRIPTIONS, JUDGED, REPEATED, RISES, SETS
 
 from elastic_peft.report import routing_table
 
@@ -101,8 +102,8 @@ def all_tables(results: Results) -> list[Table]:
         for table in (
             *tables,
             Table("Each seed", RISES, outcomes(results, pairs)),
-            Table("Other settings than the recipe's", RISES, outcomes(results, (REFERENCE, "trade-"))),
-            Table("What those settings are", f"The first row, {REFERENCE}, is the recipe.", tried(results)),
+            Table("Other settings than the recipe's", RISES, outcomes(results, (REFERENCE, *TRADES))),
+            Table("What those settings are", f"The first row, {REFERENCE}, is the recipe. {CROSSED}", tried(results)),
             Table("Ablations", f"The recipe, and one change of it a row. {RISES}", _means(ablations(results))),
             *conditions(results),
         )

@@ -107,8 +107,9 @@ def _compare(judged: Sequence[Judgement], training: Training) -> str:
                 helped = _mean_rise(before) - _mean_rise(changed) > TOLERATED
             sentences.append(
                 f"With it {_strayed(changed)} sets follow the template where {_WHERE[prompts]}, without it "
-                f"{_strayed(before)}; NLL over full, mean of these sets, is {_mean_rise(changed):+z.2f} with and "
-                f"{_mean_rise(before):+z.2f} without."
+                f"{_strayed(before)}; {_share([one.loses for one in changed])} lose NLL with it, "
+                f"{_share([one.loses for one in before])} without: over full, mean of these sets, it is "
+                f"{_mean_rise(changed):+z.2f} and {_mean_rise(before):+z.2f}."
             )
     verdict = "helped" if helped else "did not help"
     return f"Training with {training.words}, one seed, {verdict}. {' '.join(sentences)}"

@@ -112,6 +112,7 @@ def _schedules() -> list[Job]:
                 ("longer-robust0.9-gentle", {**half, **reachable}, {**longer, **gentle}),
             )
         ),
+        *(_crossed(f"trade-crossed-code0.85-seed{seed}", seed=seed, t_values=code["t_values"]) for seed in SEEDS),
     ]
 
 
@@ -189,9 +190,15 @@ def _generalisation() -> list[Job]:
     ]
 
 
-def _crossed(name: str, phrasing: str = "all", sets: tuple[str, ...] = tuple(TASKS), seed: int = 0) -> Job:
+def _crossed(
+    name: str,
+    phrasing: str = "all",
+    sets: tuple[str, ...] = tuple(TASKS),
+    seed: int = 0,
+    t_values: Mapping[str, float] | None = None,
+) -> Job:
     """A training on other tasks over the same documents too, with the ends of a prompt read up to its instructions."""
-    config = {"pool_size": 40, "t_values": {**_t_values()["t_values"], "continuation": 0.9}}
+    config = {"pool_size": 40, "t_values": {**_t_values()["t_values"], "continuation": 0.9, **(t_values or {})}}
     arguments = {"max_steps": 600}
     return Job(name, "train", "", (), config, arguments, sets, phrasing, is_crossed=True, seed=seed)
 

@@ -17,6 +17,8 @@ class Table(NamedTuple):
     rows: list[dict[str, Any]]
 
 
+#: How the names of trainings begin that show other settings than the recipe's.
+TRADES = ("trade-", "crossed-seed")
 #: Ways of running a set beside `routed`: the result that measured them, further ones by seed, and the masks' name.
 WAYS = {**ONE_MASK, "static_category": ("masks-category", "category")}
 
@@ -127,7 +129,10 @@ def trade(table: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, float]
 
 
 def settings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What trainings differ in; targets of the robust sets are one number, or one for each set."""
+    """What trainings differ in; targets of the robust sets are one number, or one for each set.
+
+    Documents are crossed where they came with other tasks than their set's too.
+    """
     config, arguments = result["recipe"]["config"], result["recipe"]["arguments"]
     targets = [f"{config['t_values'][TASKS[name]]:g}" for name in ROBUST]
     return {
@@ -138,6 +143,7 @@ def settings(result: Mapping[str, Any]) -> dict[str, Any]:
         "answer tokens": result["job"]["answer_tokens"] or "all",
         "multiplier lr": f"{arguments['multiplier_learning_rate']:g}",
         "counterfactual": arguments.get("counterfactual_fraction"),
+        "documents": "crossed" if result["job"].get("is_crossed") else None,
     }
 
 
@@ -153,8 +159,9 @@ def outcomes(results: Results, beginnings: tuple[str, ...]) -> list[dict[str, An
 
 
 def tried(results: Results) -> list[dict[str, Any]]:
-    """The settings of the recipe, and of each training that led to it."""
-    names = [name for name in results if name == REFERENCE or name.startswith("trade-")]
+    """The settings of the recipe, and of each training with others."""
+    trained = [name for name, result in results.items() if result["job"]["kind"] == "train"]
+    names = [name for name in trained if name == REFERENCE or name.startswith(TRADES)]
     return [{"training": name, **settings(results[name])} for name in names]
 
 

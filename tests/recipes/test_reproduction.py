@@ -1,6 +1,7 @@
 """The reproduction's jobs, each run once on a tiny model; what they select, and how workers share them."""
 
 import json
+import shutil
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -144,8 +145,9 @@ def test_similarities_are_cosines_between_sets(place):
 
 
 @pytest.mark.parametrize("pair", ["fa-ssa", "fa-xa"])
-def test_answers_to_ruler_are_scored_in_every_way(place, monkeypatch, pair):
+def test_answers_to_ruler_are_scored_in_every_way(place, tmp_path, monkeypatch, pair):
     monkeypatch.setattr(kinds, "build_examples", partial(build_examples, tasks=["vt"]))
+    place = replace(place, output=shutil.copytree(place.output, tmp_path / "output"))
     for name in (f"{pair}-seed0", "masks-random", "masks-retrieval", "masks-loss", "masks-learned"):
         if not result_file(place.output, name).exists():
             write_result(place.output, name, run_job(JOBS[name], place))

@@ -77,7 +77,8 @@ def test_outcomes_tell_both_categories_apart(results):
         ("trade-window256-seed0", {"window": 256, "pool": 100, "t robust": "1", "answer tokens": "all"}),
         ("trade-code0.85-answer32-seed0", {"t robust": "1/0.85/1", "answer tokens": 32, "counterfactual": None}),
         ("trade-gentle-answer32-seed0", {"multiplier lr": "0.005"}),
-        ("trade-counterfactual0.25", {"counterfactual": 0.25}),
+        ("trade-counterfactual0.25", {"counterfactual": 0.25, "documents": None}),
+        ("crossed-seed0", {"pool": 40, "t robust": "0.9", "steps": 600, "documents": "crossed"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -91,7 +92,8 @@ def test_trainings_that_were_judged_elsewhere_are_no_other_settings(results):
     first, *others = [row["training"] for row in table.rows]
     assert first == REFERENCE
     assert others
-    assert all(name.startswith("trade-") for name in others)
+    assert all(name.startswith(("trade-", "crossed-seed")) for name in others)
+    assert [row["training"] for row in tables.tried(results)] == [first, *others]
 
 
 def test_a_dialled_adapter_is_shown_at_both_ends_and_as_trained(results):

@@ -118,7 +118,8 @@ def test_lengths_include_that_of_training(results):
 
 
 def test_trades_show_every_training_in_both_panels(results):
-    count = sum(name.startswith(("fa-ssa-seed", "trade-")) and "tasks" in result for name, result in results.items())
+    beginnings = ("fa-ssa-seed", "trade-", "crossed-seed")
+    count = sum(name.startswith(beginnings) and "tasks" in result for name, result in results.items())
     for ax in draw(results, "trades").axes:
         labelled = [line for line in ax.lines if not line.get_label().startswith("_")]
         assert sum(len(line.get_xdata()) for line in labelled) == count

@@ -77,7 +77,7 @@ class PairAttention:
             implementation = choose_implementation(None, query, key, value, softcap=softcap)
             if implementation == "reference" or not gate.is_floating_point():
                 return self.full(), "dense"
-            # Routers train, where full heads are the kernels' anyway; they skip later keys of padded rows, SDPA does not.
+            # Training's full heads are the kernels' anyway, and these skip later keys of padded rows; SDPA does not.
             modes, gate = ("FA", "SSA"), torch.zeros_like(gate, dtype=torch.bool)
         is_short = cu_seqlens is None and query.shape[2] <= MAX_QUERIES
         if modes == ("FA", "SSA") and is_short and not gate.is_floating_point():

@@ -85,9 +85,9 @@ def test_a_training_step_on_the_kernels_equals_one_on_the_reference(make_routed,
 
 @pytest.mark.parametrize("mode_pair", ["FA-SSA", "FA-XA", "XA-SSA"])
 def test_training_on_the_kernels_never_runs_the_models_own_attention(make_routed, inputs, use, monkeypatch, mode_pair):
-    monkeypatch.setattr(mode_pairs.PairAttention, "full", lambda self: pytest.fail("the model's own attention ran"))
     model = make_routed(mode_pair=mode_pair, xattn_block_size=16, xattn_stride=4).train()
     use("triton")
+    monkeypatch.setattr(mode_pairs.PairAttention, "full", lambda self: pytest.fail("the model's own attention ran"))
     labels = inputs["input_ids"].clone()
     labels[:, :29] = -100
     model(**inputs, labels=labels, elastic_tape=RoutingTape(seeds=[1, 2])).loss.backward()

@@ -36,7 +36,7 @@ from reproduction.tables import (
     tried,
     ways_of,
 )
-from reproduction.words import CHOSEN, COMMAND, CROSSED, DESCRIPTIONS, JUDGED, REPEATED, RISES, SETS
+from reproduction.words import CHOSEN, COMMAND, CROSSED_DOCUMENTS, DESCRIPTIONS, JUDGED, REPEATED, RISES, SETS
 
 from elastic_peft.report import routing_table
 
@@ -103,7 +103,11 @@ def all_tables(results: Results) -> list[Table]:
             *tables,
             Table("Each seed", RISES, outcomes(results, pairs)),
             Table("Other settings than the recipe's", RISES, outcomes(results, (REFERENCE, *TRADES))),
-            Table("What those settings are", f"The first row, {REFERENCE}, is the recipe. {CROSSED}", tried(results)),
+            Table(
+                "What those settings are",
+                f"The first row, {REFERENCE}, is the recipe. {CROSSED_DOCUMENTS}",
+                tried(results),
+            ),
             Table("Ablations", f"The recipe, and one change of it a row. {RISES}", _means(ablations(results))),
             *conditions(results),
         )

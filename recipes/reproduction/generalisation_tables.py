@@ -59,7 +59,10 @@ def _cell(figures: Figures, strays: bool = False, loses: bool = False) -> str:
 
 
 def explain(judged: Sequence[Judgement]) -> str:
-    """What the judgements say, of other trainings too, and what the cells of `pivot` are; empty without any."""
+    """What the judgements say, of other trainings too, and what the cells of `pivot` are.
+
+    Paragraphs of Markdown; empty without judgements.
+    """
     if not judged:
         return ""
     sentences = []
@@ -70,7 +73,7 @@ def explain(judged: Sequence[Judgement]) -> str:
         sentences.append(
             f"Of sets left out of training, the routing of {_strayed(without)} follows the template of the prompts, "
             "their fixed wording and kind of document, and not the task; "
-            f"{_share([one.loses for one in without])} lose NLL."
+            f"{_lost(without)} lose NLL."
         )
     if by_prompts:
         follow = (
@@ -81,14 +84,14 @@ def explain(judged: Sequence[Judgement]) -> str:
         sentences.append(
             f"Sets whose routing follows the task: {'; '.join(follow)}. {lost or 'None'} of these lose NLL."
         )
-    sentences += [_compare(judged, training) for training in (VARIED, CROSSED) if _of(judged, training)]
-    sentences.append(
+    others = [_compare(judged, training) for training in (VARIED, CROSSED) if _of(judged, training)]
+    cells = (
         "Each cell: MSR, and NLL above full attention in nats a token; as trained the mean of the training seeds, "
         "elsewhere one training. Bold MSR: over half way to that of the other kind of sets, question answering or "
         f"not, so routing has left the task. Bold NLL: lost, more than {TOLERATED:g} above full "
         "attention and grown by more than that."
     )
-    return " ".join(sentences)
+    return "\n\n".join([" ".join(sentences), *others, cells])
 
 
 def _compare(judged: Sequence[Judgement], training: Training) -> str:
@@ -106,13 +109,12 @@ def _compare(judged: Sequence[Judgement], training: Training) -> str:
             if prompts == LEFT_OUT:
                 helped = _mean_rise(before) - _mean_rise(changed) > TOLERATED
             sentences.append(
-                f"With it {_strayed(changed)} sets follow the template where {_WHERE[prompts]}, without it "
-                f"{_strayed(before)}; {_share([one.loses for one in changed])} lose NLL with it, "
-                f"{_share([one.loses for one in before])} without: over full, mean of these sets, it is "
-                f"{_mean_rise(changed):+z.2f} and {_mean_rise(before):+z.2f}."
+                f"Where {_WHERE[prompts]}, {_strayed(changed)} sets follow the template ({_strayed(before)}) and "
+                f"{_lost(changed)} lose NLL ({_lost(before)}); NLL over full, mean of these sets, is "
+                f"{_mean_rise(changed):+z.2f} ({_mean_rise(before):+z.2f})."
             )
     verdict = "helped" if helped else "did not help"
-    return f"Training with {training.words}, one seed, {verdict}. {' '.join(sentences)}"
+    return f"Training with {training.words}, one seed, {verdict}; in brackets without it. {' '.join(sentences)}"
 
 
 def _mean_rise(members: Sequence[Judgement]) -> float:
@@ -125,6 +127,10 @@ def _of(judged: Sequence[Judgement], training: Training) -> list[Judgement]:
 
 def _strayed(members: Sequence[Judgement]) -> str:
     return _share([one.follows != "task" for one in members])
+
+
+def _lost(members: Sequence[Judgement]) -> str:
+    return _share([one.loses for one in members])
 
 
 def _share(are: Sequence[bool]) -> str:

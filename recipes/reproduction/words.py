@@ -33,7 +33,7 @@ CHOSEN = (
     "The recipe was chosen with the jobs `trade-*` in view, which ran on the same evaluation prompts that judge it "
     "here, half of them on the first 48 of each set; its pool of 75 lies between theirs of 50 and 100."
 )
-CROSSED = "Crossed: documents came with other tasks than their set's too."
+CROSSED_DOCUMENTS = "Crossed: documents came with other tasks than their set's too."
 RISES = (
     "Rise: NLL above full attention, nats a token; worst rise: that of the set where it is largest; sensitive are the "
     "question-answering sets, robust the others."

@@ -155,12 +155,11 @@ def test_another_training_helps_where_sets_left_out_lose_less(results, gain, ver
         change(results[f"without-{name}"], name, nll=full(results, name) + 0.6)
         change(results[f"varied-without-{name}"], name, nll=full(results, name) + 0.6 - gain)
     text = explain(generalisation.judgements(results))
-    (told,) = re.findall(rf"Training with {VARIED.words}, one seed, (.*?)\.", text)
+    (told,) = re.findall(rf"Training with {VARIED.words}, one seed, (.*?);", text)
     assert told == verdict
     assert (
-        "With it 0 of 3 sets follow the template where their set was left out, without it 0 of 3; "
-        f"{lost} of 3 lose NLL with it, 3 of 3 without: over full, mean of these sets, it is +{0.6 - gain:.2f} and "
-        "+0.60." in text
+        f"Where their set was left out, 0 of 3 sets follow the template (0 of 3) and {lost} of 3 lose NLL (3 of 3); "
+        f"NLL over full, mean of these sets, is +{0.6 - gain:.2f} (+0.60)." in text
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reproduction.examples import ROBUST, SENSITIVE, TASKS
+from reproduction.recipe import RECIPES, read_recipe
 
 
 SEEDS = (0, 1, 2)
@@ -72,13 +73,25 @@ def all_jobs() -> list[Job]:
     ]
 
 
-def _t_values(sensitive: float = 0.7, robust: float = 0.9) -> dict[str, dict[str, float]]:
-    return {"t_values": {task: sensitive if name in SENSITIVE else robust for name, task in TASKS.items()}}
+def _t_values(sensitive: float = 0.7, robust: float = 0.9, **others: float) -> dict[str, dict[str, float]]:
+    targets = {task: sensitive if name in SENSITIVE else robust for name, task in TASKS.items()}
+    return {"t_values": {**targets, **others}}
+
+
+def _by_recipe(name: str, **fields: Any) -> Job:
+    """A training by the recipe, with what it changes."""
+    return Job(name, "train", is_crossed=True, **fields)
+
+
+def _one_task(name: str, **fields: Any) -> Job:
+    """A training by the recipe that came before: one task a document, and longer ends of the prompt read."""
+    config = {"pool_size": 75, **_t_values()}
+    return Job(name, "train", config=config, arguments={"max_steps": 450}, **fields)
 
 
 def _main() -> list[Job]:
-    bounds = Job("bounds", "masks", what="bounds")
-    return [Job(REFERENCE, "train"), bounds, *(Job(f"fa-ssa-seed{seed}", "train", seed=seed) for seed in SEEDS[1:])]
+    seeds = [_by_recipe(f"fa-ssa-seed{seed}", seed=seed) for seed in SEEDS]
+    return [*seeds[:1], Job("bounds", "masks", what="bounds"), *seeds[1:]]
 
 
 def _schedules() -> list[Job]:
@@ -112,7 +125,7 @@ def _schedules() -> list[Job]:
                 ("longer-robust0.9-gentle", {**half, **reachable}, {**longer, **gentle}),
             )
         ),
-        *(_crossed(f"trade-crossed-code0.85-seed{seed}", seed=seed, t_values=code["t_values"]) for seed in SEEDS),
+        _by_recipe("trade-crossed-robust0.9-seed0", config=_t_values(continuation=0.9)),
     ]
 
 
@@ -139,7 +152,7 @@ def _statics() -> list[Job]:
     category = {"sensitive": SENSITIVE, "robust": ROBUST}
 
     def gates(name: str, sets: tuple[str, ...] = tuple(TASKS), seed: int = 0) -> Job:
-        return Job(name, "train", needs=(f"fa-ssa-seed{seed}",), is_blind=True, sets=sets, seed=seed)
+        return _by_recipe(name, needs=(f"fa-ssa-seed{seed}",), is_blind=True, sets=sets, seed=seed)
 
     by_category = [gates(f"{STATIC}-{name}", sets) for name, sets in category.items()]
     more = [gates(f"{STATIC}-seed{seed}", seed=seed) for seed in SEEDS[1:]]
@@ -162,13 +175,13 @@ def _other_pairs() -> list[Job]:
     for pair in ("FA-XA", "XA-SSA"):
         config = {"mode_pair": pair}
         jobs.append(Job(f"bounds-{pair.lower()}", "masks", what="bounds", config=config))
-        jobs += [Job(f"{pair.lower()}-seed{seed}", "train", config=config, seed=seed) for seed in SEEDS]
+        jobs += [_by_recipe(f"{pair.lower()}-seed{seed}", config=config, seed=seed) for seed in SEEDS]
     return jobs
 
 
 def _conditions() -> list[Job]:
     """The same adapter in other conditions."""
-    whats = ("mixed", "lengths", "bias", "sampled", "similarity")
+    whats = ("crossed", "mixed", "lengths", "bias", "sampled", "similarity")
     return [Job(f"{REFERENCE}-{what}", "adapter", what=what, needs=(REFERENCE,)) for what in whats]
 
 
@@ -176,31 +189,15 @@ def _generalisation() -> list[Job]:
     left_out = {name: tuple(other for other in TASKS if other != name) for name in TASKS}
     strayed = ("sqa_foldoc", "sqa_pkg", "mhop_wordnet")
     return [
-        Job("unseen-phrasings", "train", phrasing="seen"),
-        *(Job(f"without-{name}", "train", sets=sets) for name, sets in left_out.items()),
-        Job("varied-phrasings", "train", phrasing="varied"),
-        *(Job(f"varied-without-{name}", "train", sets=left_out[name], phrasing="varied") for name in strayed),
-        _crossed("crossed-phrasings", phrasing="seen"),
-        *(_crossed(f"crossed-without-{name}", sets=sets) for name, sets in left_out.items()),
-        *(_crossed(f"crossed-seed{seed}", seed=seed) for seed in SEEDS),
-        *(
-            Job(f"{name}-crossed", "adapter", what="crossed", needs=(name,))
-            for name in (REFERENCE, *(f"crossed-seed{seed}" for seed in SEEDS))
-        ),
+        *(_by_recipe(f"without-{name}", sets=sets) for name, sets in left_out.items()),
+        _by_recipe("unseen-phrasings", phrasing="seen"),
+        *(_one_task(f"one-task-seed{seed}", seed=seed) for seed in SEEDS),
+        *(_one_task(f"one-task-without-{name}", sets=sets) for name, sets in left_out.items()),
+        _one_task("one-task-phrasings", phrasing="seen"),
+        Job("one-task-seed0-crossed", "adapter", what="crossed", needs=("one-task-seed0",)),
+        _one_task("varied-phrasings", phrasing="varied"),
+        *(_one_task(f"varied-without-{name}", sets=left_out[name], phrasing="varied") for name in strayed),
     ]
-
-
-def _crossed(
-    name: str,
-    phrasing: str = "all",
-    sets: tuple[str, ...] = tuple(TASKS),
-    seed: int = 0,
-    t_values: Mapping[str, float] | None = None,
-) -> Job:
-    """A training on other tasks over the same documents too, with the ends of a prompt read up to its instructions."""
-    config = {"pool_size": 40, "t_values": {**_t_values()["t_values"], "continuation": 0.9, **(t_values or {})}}
-    arguments = {"max_steps": 600}
-    return Job(name, "train", "", (), config, arguments, sets, phrasing, is_crossed=True, seed=seed)
 
 
 def _ruler() -> list[Job]:
@@ -220,13 +217,23 @@ def _ruler() -> list[Job]:
 
 
 def _ablations() -> list[Job]:
+    """One change of the recipe each, in trainings of half its length; `ablation-nothing` is what they compare with."""
+    targets = read_recipe(RECIPES, "FA-SSA").config["t_values"]
+    sensitive = {TASKS[name] for name in SENSITIVE}
     changes: dict[str, dict[str, Any]] = {
+        "nothing": {},
         "raw-input": {"config": {"standardize_input": False}},
         "signed": {"arguments": {"sparsity_constraint": "signed"}},
         **{f"pool{size or '-all'}": {"config": {"pool_size": size}} for size in (50, 100, 200, 400, None)},
         **{f"expansion{factor}": {"config": {"router_expansion": factor}} for factor in (2, 6, 8)},
-        **{f"sensitive{t}": {"config": _t_values(sensitive=t)} for t in (0.4, 0.5, 0.6)},
+        **{
+            f"sensitive{t}": {"config": {"t_values": {**targets, **dict.fromkeys(sensitive, t)}}}
+            for t in (0.4, 0.5, 0.6)
+        },
         "whole-answers": {"answer_tokens": None},
         "cosine": {"arguments": {"temperature_schedule": "cosine", "temperature_end": 1.0}},
     }
-    return [Job(f"ablation-{name}", "train", **fields) for name, fields in changes.items()]
+    return [
+        _by_recipe(f"ablation-{name}", **{**fields, "arguments": {"max_steps": 300, **fields.get("arguments", {})}})
+        for name, fields in changes.items()
+    ]

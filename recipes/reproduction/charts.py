@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from matplotlib.figure import Figure
-from reproduction.charts_generalisation import crossed, generalisation, lengths
+from reproduction.charts_generalisation import generalisation, lengths, one_task
 from reproduction.charts_quality import POOLS, dial, pareto, pools, trades
 from reproduction.charts_routing import routing_frequency, sampled, similarity, training
 from reproduction.charts_speed import router_latency
@@ -21,9 +21,9 @@ CHARTS: dict[str, tuple[Sequence[str], Callable[[Results], Figure]]] = {
     "dial": (CURVES, dial),
     "pareto": (CURVES, pareto),
     "generalisation": ((REFERENCE, "bounds", "unseen-phrasings"), generalisation),
-    "crossed": (("crossed-seed0", "bounds"), crossed),
+    "one_task": (("one-task-seed0", "bounds"), one_task),
     "lengths": ((REFERENCE, f"{REFERENCE}-lengths", "bounds"), lengths),
-    "pools": ((REFERENCE, "bounds", *POOLS), pools),
+    "pools": (("bounds", *POOLS), pools),
     "trades": ((REFERENCE, "bounds"), trades),
     "router_latency": ((), router_latency),
 }

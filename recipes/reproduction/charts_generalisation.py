@@ -20,7 +20,7 @@ from reproduction.chart_style import (
     set_rows,
 )
 from reproduction.examples import TASKS
-from reproduction.generalisation import CROSSED, RECIPE, VARIED, Training, by_length, left_out, unseen_phrasings
+from reproduction.generalisation import ONE_TASK, RECIPE, VARIED, Training, by_length, left_out, unseen_phrasings
 from reproduction.results import Results
 from reproduction.tables import full_attention, rise, trainings
 
@@ -28,21 +28,22 @@ from reproduction.tables import full_attention, rise, trainings
 def generalisation(results: Results) -> Figure:
     """MSR and NLL of each set when training held it, when it was left out, and when its instructions were new.
 
-    Open marks: training held more wordings of the instructions.
+    Open marks: left out, and training had one task a document.
     """
+    more = {"left out, one task a document": (RED, "X", "none", left_out(results, ONE_TASK.prefix))}
+    return _by_set(results, RECIPE, more)
+
+
+def one_task(results: Results) -> Figure:
+    """The same of trainings on one task a document; open marks: training had more wordings of the instructions."""
     more = {
         "left out, more wordings in training": (RED, "X", "none", left_out(results, VARIED.prefix)),
         "phrasings never trained on, more wordings": (GREEN, "D", "none", unseen_phrasings(results, VARIED.prefix)),
     }
-    return _by_set(results, RECIPE, more)
+    return _by_set(results, ONE_TASK, more)
 
 
-def crossed(results: Results) -> Figure:
-    """The same of trainings on other tasks over the same documents too, beside their own kind trained on every set."""
-    return _by_set(results, CROSSED)
-
-
-def _by_set(results: Results, training: Training, more: Mapping[str, tuple] | None = None) -> Figure:
+def _by_set(results: Results, training: Training, more: Mapping[str, tuple]) -> Figure:
     figure = new_figure(10, 5.2)
     left, right = figure.subplots(1, 2, sharey=True)
     series: dict[str, tuple] = {
@@ -50,7 +51,7 @@ def _by_set(results: Results, training: Training, more: Mapping[str, tuple] | No
         "left out of training": (RED, "X", RED, left_out(results, training.prefix)),
         "phrasings never trained on": (GREEN, "D", GREEN, unseen_phrasings(results, training.prefix)),
     }
-    series = {label: look for label, look in {**series, **(more or {})}.items() if look[-1] != {}}
+    series = {label: look for label, look in {**series, **more}.items() if look[-1] != {}}
     names = list(TASKS)
     for offset, (label, (color, marker, fill, measured)) in zip(offsets(len(series)), series.items()):
         rows, points = _trained(results, training) if measured is None else _points(measured, names)

@@ -24,14 +24,13 @@ from reproduction.chart_style import (
 from reproduction.charts_speed import add_speed
 from reproduction.examples import ROBUST, SENSITIVE, TASKS
 from reproduction.findings import MAX_ROBUST, MAX_SENSITIVE, MIN_APART, MIN_MSR
-from reproduction.jobs import REFERENCE, all_jobs
-from reproduction.recipe import RECIPES, read_recipe
+from reproduction.jobs import REFERENCE, UNCHANGED, all_jobs
 from reproduction.results import Results, mean_msr
 from reproduction.tables import TRADES, WAYS, full_attention, rise, row_of, settings, static_tables, trade, trainings
 
 
-#: Job to the tokens that it pools at each end of a prompt, "all" where it pools everything.
-POOLS = {job.name: str(job.config["pool_size"] or "all") for job in all_jobs() if job.name.startswith("ablation-pool")}
+#: Ablations of the pool size, after the training that changes nothing.
+POOLS = (UNCHANGED, *(job.name for job in all_jobs() if job.name.startswith("ablation-pool")))
 #: Ways whose ranking of heads has been measured at several shares, by its name there.
 RANKINGS = {"static_learned": "static-gates", "static_loss": "masks-loss", "static_retrieval": "masks-retrieval"}
 
@@ -101,24 +100,19 @@ def _curves(results: Results) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def pools(results: Results) -> Figure:
-    """MSR and NLL of both kinds of sets against the pool size; of the recipe's, each training seed."""
-    runs = [(pool, results[name]) for name, pool in POOLS.items()]
-    recipe = str(read_recipe(RECIPES, "FA-SSA").config["pool_size"] or "all")
-    runs += [(recipe, run) for run in trainings(results, "fa-ssa")]
-    labels = sorted({pool for pool, _ in runs}, key=lambda pool: (pool == "all", pool.zfill(9)))
-    at = [labels.index(pool) for pool, _ in runs]
+    """MSR and NLL of both kinds of sets against the pool size: one training each, shorter than the recipe's."""
+    pool = {name: settings(results[name])["pool"] for name in POOLS}
+    names = sorted(POOLS, key=lambda name: (pool[name] == "all", pool[name]))
+    labels = [str(pool[name]) + "\nthe recipe's" * (name == UNCHANGED) for name in names]
     full = full_attention(results)
     figure = new_figure(10, 3.8)
     left, right = figure.subplots(1, 2)
     for label, sets, color, marker in (("sensitive sets", SENSITIVE, BLUE, "o"), ("robust sets", ROBUST, RED, "s")):
-        shares = [mean_msr(run, sets) for _, run in runs]
-        rises = [mean(rise(run, full, name) for name in sets) for _, run in runs]
+        shares = [mean_msr(results[name], sets) for name in names]
+        rises = [mean(rise(results[name], full, each) for each in sets) for name in names]
         for ax, values in ((left, shares), (right, rises)):
-            means = [mean(value for place, value in zip(at, values) if place == each) for each in range(len(labels))]
-            ax.plot(at, values, color=color, marker=marker, ls="", label=label)
-            ax.plot(range(len(labels)), means, color=color)
+            ax.plot(labels, values, color=color, marker=marker, label=label)
     for ax, what, title in ((left, MSR, "How sparse"), (right, RISE, "How good")):
-        ax.set_xticks(range(len(labels)), labels)
         ax.legend(fontsize="small")
         finish(ax, "tokens pooled at each end of the prompt", what, title)
     return figure
@@ -155,7 +149,7 @@ def trades(results: Results) -> Figure:
         logarithmic_rise(ax, "y")
         _shade(ax, *corner)
         finish(ax, x_label, SCALED_RISE, f"{title}: NLL of the worst of them")
-    figure.suptitle("The recipe, 1, and other settings; shaded: what is asked", fontsize="medium")
+    figure.suptitle("The recipe, 1, and other settings; shaded: what is asked", x=0.08, ha="left", fontsize="medium")
     handles = top.get_legend_handles_labels()
     figure.legend(*handles, title=names, title_fontsize="small", loc="outside right upper", fontsize="small")
     for ax, x, y, *_ in panels:

@@ -19,7 +19,7 @@ from reproduction.examples import TASKS
 from reproduction.findings import bars
 from reproduction.generalisation import judgements
 from reproduction.generalisation_tables import explain, long_rows, pivot
-from reproduction.jobs import REFERENCE
+from reproduction.jobs import REFERENCE, UNCHANGED
 from reproduction.results import Results, read_all, static_masks
 from reproduction.tables import (
     TRADES,
@@ -108,7 +108,7 @@ def all_tables(results: Results) -> list[Table]:
                 f"The first row, {REFERENCE}, is the recipe. {CROSSED_DOCUMENTS}",
                 tried(results),
             ),
-            Table("Ablations", f"The recipe, and one change of it a row. {RISES}", _means(ablations(results))),
+            ablations(results),
             *conditions(results),
         )
         if table.rows
@@ -119,6 +119,7 @@ def pair_results(results: Results, pair: str, commit: str | None) -> dict[str, A
     """A mode pair's `results.json`: means over its seeds with the spread; static masks beside FA-SSA alone."""
     routed, tasks = trainings(results, pair), set_rows(results, pair)
     judged = judgements(results) if pair == "fa-ssa" else []
+    ablated = ablations(results)
     record = {
         "hardware": routed[0]["hardware"],
         "versions": {name: version for name, version in routed[0]["versions"].items() if version},
@@ -131,10 +132,10 @@ def pair_results(results: Results, pair: str, commit: str | None) -> dict[str, A
         "tasks": tasks,
         "bars": bars(results) if pair == "fa-ssa" else [],
         "generalisation": pivot(judged),
-        "ablations": ablations(results) if pair == "fa-ssa" else [],
+        "ablations": ablated.rows if pair == "fa-ssa" else [],
         "ruler": ruler_rows(results, pair),
     }
-    return record | {"notes": _notes(record, explain(judged))}
+    return record | {"notes": _notes(record, explain(judged), ablated.shows)}
 
 
 def _describe(way: str, count: int) -> str:
@@ -143,13 +144,13 @@ def _describe(way: str, count: int) -> str:
     return f"{DESCRIPTIONS[way]}; {f'mean over {count} {REPEATED[way]}s' if count > 1 else f'one {REPEATED[way]}'}"
 
 
-def _notes(record: Mapping[str, Any], generalisation: str) -> dict[str, str]:
+def _notes(record: Mapping[str, Any], generalisation: str, ablated: str) -> dict[str, str]:
     """What a reader must know of each part that there is."""
     notes = {
         "tasks": f"{record['examples']} evaluation prompts of each set, at most 4096 tokens with the answer. {CHOSEN}",
         "ruler": "By the first seed's adapter.",
         "generalisation": generalisation,
-        "ablations": f"One change of the recipe a row; the first is the recipe. One seed where no spread is. {RISES}",
+        "ablations": ablated,
     }
     return {part: note for part, note in notes.items() if record[part]}
 
@@ -174,17 +175,16 @@ def set_rows(results: Results, pair: str) -> list[dict[str, Any]]:
     return rows
 
 
-def ablations(results: Results) -> list[dict[str, Any]]:
-    """A row for each change to the recipe, after one of the recipe itself, mean over its seeds with the spread."""
-    if "bounds" not in results:
-        return []
-    changed = {name: run for name, run in results.items() if name.startswith("ablation-")}
+def ablations(results: Results) -> Table:
+    """A row for each change of the recipe, after one of none; no rows without that one."""
+    if "bounds" not in results or UNCHANGED not in results:
+        return Table("Ablations", "", [])
     full = full_attention(results)
-    recipe = [trade(run, full) for run in trainings(results, "fa-ssa")]
-    rows = (
-        [{"changed": "nothing", **{key: _figure([row[key] for row in recipe]) for key in recipe[0]}}] if recipe else []
-    )
-    return rows + [{"changed": name.removeprefix("ablation-"), **trade(run, full)} for name, run in changed.items()]
+    runs = {name: run for name, run in results.items() if name.startswith("ablation-")}
+    rows = [{"changed": name.removeprefix("ablation-"), **trade(run, full)} for name, run in runs.items()]
+    steps = results[UNCHANGED]["recipe"]["arguments"]["max_steps"]
+    shows = f"Trainings of half the recipe's steps, {steps}, one seed each; one change a row, in the first none."
+    return Table("Ablations", f"{shows} {RISES}", rows)
 
 
 def _figure(values: Sequence[float]) -> float | dict[str, float]:

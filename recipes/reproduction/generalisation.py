@@ -26,8 +26,8 @@ class Training(NamedTuple):
 
 
 RECIPE = Training("the recipe", "", "fa-ssa")
-VARIED = Training("more wordings of the instructions", "varied-", "fa-ssa")
-CROSSED = Training("other tasks over the same documents", "crossed-", "crossed")
+ONE_TASK = Training("one task a document", "one-task-", "one-task")
+VARIED = Training("one task a document and more wordings of the instructions", "varied-", "one-task")
 
 
 class Figures(NamedTuple):
@@ -59,7 +59,7 @@ def judgements(results: Results) -> list[Judgement]:
     if REFERENCE not in results or "bounds" not in results:
         return []
     judged = []
-    for training in (RECIPE, VARIED, CROSSED):
+    for training in (RECIPE, ONE_TASK, VARIED):
         if not trainings(results, training.on_every_set):
             continue
         trained = as_trained(results, training.on_every_set)

@@ -6,8 +6,8 @@ from typing import Any
 
 from reproduction.examples import TASKS
 from reproduction.generalisation import (
-    CROSSED,
     LEFT_OUT,
+    ONE_TASK,
     RECIPE,
     TOLERATED,
     UNSEEN,
@@ -20,13 +20,18 @@ from reproduction.generalisation import (
 
 #: Prompts that training did not hold, as a clause.
 _WHERE = {LEFT_OUT: "their set was left out", UNSEEN: "the phrasing is new"}
+#: Training to what it holds that training on one task a document does not.
+_MORE = {
+    RECIPE: "other tasks over the same documents, and the recipe's pool, steps and targets",
+    VARIED: "more wordings of the instructions, still one task a document",
+}
 
 
 def long_rows(judged: Sequence[Judgement]) -> dict[str, list[dict[str, Any]]]:
     """A row for each set, by prompts and training in words."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for one in judged:
-        title = one.prompts if one.training is RECIPE else f"{one.prompts}, {one.training.words} in training"
+        title = one.prompts if one.training is RECIPE else f"{one.prompts}; training had {one.training.words}"
         row = {
             "set": one.set,
             "MSR trained": one.trained.msr,
@@ -84,37 +89,38 @@ def explain(judged: Sequence[Judgement]) -> str:
         sentences.append(
             f"Sets whose routing follows the task: {'; '.join(follow)}. {lost or 'None'} of these lose NLL."
         )
-    others = [_compare(judged, training) for training in (VARIED, CROSSED) if _of(judged, training)]
+    comparisons = filter(None, (_compare(judged, training, ONE_TASK) for training in (RECIPE, VARIED)))
     cells = (
         "Each cell: MSR, and NLL above full attention in nats a token; as trained the mean of the training seeds, "
         "elsewhere one training. Bold MSR: over half way to that of the other kind of sets, question answering or "
         f"not, so routing has left the task. Bold NLL: lost, more than {TOLERATED:g} above full "
         "attention and grown by more than that."
     )
-    return "\n\n".join([" ".join(sentences), *others, cells])
+    return "\n\n".join([" ".join(sentences), *comparisons, cells])
 
 
-def _compare(judged: Sequence[Judgement], training: Training) -> str:
-    """What another training changed, in the sets that both it and the recipe's have figures of.
+def _compare(judged: Sequence[Judgement], training: Training, without: Training) -> str:
+    """What a training changed, in the sets that both it and the one without have figures of.
 
-    It helped if sets left out of training lose over `TOLERATED` nats less, mean of the sets.
+    It helped if sets left out of training lose over `TOLERATED` nats less, mean of the sets; empty without such sets.
     """
-    sentences, helped = [], False
+    sentences, gains = [], {}
     for prompts in (LEFT_OUT, UNSEEN):
-        changed = [one for one in _of(judged, training) if one.prompts == prompts]
-        before = [one for one in _of(judged, RECIPE) if one.prompts == prompts]
-        shared = {one.set for one in changed} & {one.set for one in before}
+        sides = [[one for one in _of(judged, side) if one.prompts == prompts] for side in (training, without)]
+        shared = set.intersection(*({one.set for one in members} for members in sides))
         if shared:
-            changed, before = ([one for one in members if one.set in shared] for members in (changed, before))
-            if prompts == LEFT_OUT:
-                helped = _mean_rise(before) - _mean_rise(changed) > TOLERATED
+            changed, before = ([one for one in members if one.set in shared] for members in sides)
+            gains[prompts] = _mean_rise(before) - _mean_rise(changed)
             sentences.append(
                 f"Where {_WHERE[prompts]}, {_strayed(changed)} sets follow the template ({_strayed(before)}) and "
                 f"{_lost(changed)} lose NLL ({_lost(before)}); NLL over full, mean of these sets, is "
                 f"{_mean_rise(changed):+z.2f} ({_mean_rise(before):+z.2f})."
             )
-    verdict = "helped" if helped else "did not help"
-    return f"Training with {training.words}, one seed, {verdict}; in brackets without it. {' '.join(sentences)}"
+    if LEFT_OUT not in gains:
+        return ""
+    verdict = "helped" if gains[LEFT_OUT] > TOLERATED else "did not help"
+    begin = f"Training with {_MORE[training]}, one seed each, {verdict}; in brackets without them."
+    return " ".join([begin, *sentences])
 
 
 def _mean_rise(members: Sequence[Judgement]) -> float:

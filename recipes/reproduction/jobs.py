@@ -12,6 +12,8 @@ SEEDS = (0, 1, 2)
 #: The adapter whose mean MSR the static masks are given.
 REFERENCE = "fa-ssa-seed0"
 STATIC = "static-gates"
+#: The ablation that changes nothing, which the others compare with.
+UNCHANGED = "ablation-nothing"
 #: Ways of choosing the same heads for every prompt: the job that measured them, and how its masks' names begin.
 ONE_MASK = {
     "static_random": ("masks-random", "random"),
@@ -217,7 +219,7 @@ def _ruler() -> list[Job]:
 
 
 def _ablations() -> list[Job]:
-    """One change of the recipe each, in trainings of half its length; `ablation-nothing` is what they compare with."""
+    """One change of the recipe each, in trainings of half its length, after one that changes nothing."""
     targets = read_recipe(RECIPES, "FA-SSA").config["t_values"]
     sensitive = {TASKS[name] for name in SENSITIVE}
     changes: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ class Table(NamedTuple):
 
 
 #: How the names of trainings begin that show other settings than the recipe's.
-TRADES = ("trade-", "crossed-seed")
+TRADES = ("trade-", "one-task-seed")
 #: Ways of running a set beside `routed`: the result that measured them, further ones by seed, and the masks' name.
 WAYS = {**ONE_MASK, "static_category": ("masks-category", "category")}
 

@@ -30,8 +30,9 @@ SETS = {
     "icl_wordnet": "WordNet's class of a word, after many that are solved",
 }
 CHOSEN = (
-    "The recipe was chosen with the jobs `trade-*` in view, which ran on the same evaluation prompts that judge it "
-    "here, half of them on the first 48 of each set; its pool of 75 lies between theirs of 50 and 100."
+    "The recipe was chosen with the jobs `trade-*` and `one-task-*` in view, which ran on the same evaluation prompts "
+    "that judge it here, half of `trade-*` on the first 48 of each set; its pool of 40 comes from routers trained as "
+    "classifiers on a CPU."
 )
 CROSSED_DOCUMENTS = "Crossed: documents came with other tasks than their set's too."
 RISES = (

@@ -55,11 +55,11 @@ def flat(share, count=2):
     return table(dict.fromkeys(TASKS, share), count=count)
 
 
-def log(steps=300):
+def log(tasks, steps=300):
     lines = []
     for step in range(10, steps + 1, 10):
         line = {"step": step, "lm_loss": 3 - step / 300, "sparsity_loss": 0.2 * (1 - step / 400), "temperature": 1.0}
-        for index, task in enumerate(dict.fromkeys(TASKS.values())):
+        for index, task in enumerate(tasks):
             line[f"msr/{task}"] = 0.5 + 0.3 * step / steps * (1 + index / 10)
             line[f"lambda1/{task}"] = 0.2 + step / 400 + index / 10
             line[f"lambda2/{task}"] = 0.3 + step / 500 - index / 20
@@ -71,8 +71,8 @@ def result(job):
     head = {"job": asdict(job), "recipe": PLACE.recipe(job)._asdict(), "seconds": 60.0}
     head |= {"hardware": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
     if job.kind == "train":
-        body = {"log": log(), "targets": {task: 0.7 if "qa" in task else 1.0 for task in TASKS.values()}}
-        body |= routed(shift=0.01 * job.seed)
+        targets = head["recipe"]["config"]["t_values"]
+        body = {"log": log(targets), "targets": targets, **routed(shift=0.01 * job.seed)}
         if job.is_blind:
             body["scores"] = [[layer + head for head in range(HEADS)] for layer in range(LAYERS)]
         if job.phrasing in ("seen", "varied"):

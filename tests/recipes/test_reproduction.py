@@ -9,9 +9,10 @@ from functools import partial
 import pytest
 import torch
 from recipes.reproduction_place import make_place, make_tokenizer
+from recipes.reproduction_results import PLACE
 from reproduction import kinds, run
 from reproduction.examples import CROSSED, SENSITIVE, TASKS, choose_phrasing, interleave, load_examples, user_text
-from reproduction.jobs import ONE_MASK, REFERENCE, Job, all_jobs
+from reproduction.jobs import ONE_MASK, REFERENCE, UNCHANGED, Job, all_jobs
 from reproduction.kinds import run_job
 from reproduction.lengths import resize
 from reproduction.masks import CURVE
@@ -56,9 +57,9 @@ def test_a_set_left_out_of_training_is_still_measured(place):
     assert "summ_rfc" in sets(run_job(JOBS["without-summ_rfc"], place))
 
 
-@pytest.mark.parametrize("name", ["unseen-phrasings", "varied-phrasings"])
+@pytest.mark.parametrize("name", ["unseen-phrasings", "one-task-phrasings", "varied-phrasings"])
 def test_unseen_phrasings_are_measured_apart(place, name):
-    result = run_job(JOBS[name], place)
+    result = run_job(replace(JOBS[name], arguments={}), place)  # as short as the recipe here
     assert sets(result["unseen"]["routed"]) == sets(result["unseen"]["full"]) == list(TASKS)
 
 
@@ -123,10 +124,21 @@ def test_other_lengths_are_measured_in_every_way(place):
     assert "summ_rfc" not in sets(result["340"]["routed"])
 
 
-def test_other_tasks_over_the_same_documents_are_trained_on_and_measured(place):
-    job = replace(JOBS["crossed-seed0"], arguments={})  # as short as the recipe here
-    assert sets(run_job(job, place)) == list(TASKS)
-    ways = run_job(JOBS["crossed-seed0-crossed"], place)["crossed"]
+def test_other_tasks_over_the_same_documents_are_trained_on(place, monkeypatch):
+    trained = []
+
+    def crossed(tokenizer, examples, seed):
+        trained.append(list(examples))
+        return examples
+
+    monkeypatch.setattr(kinds, "crossed", crossed)
+    run_job(JOBS["without-summ_rfc"], place)
+    run_job(replace(JOBS["one-task-without-summ_rfc"], arguments={}), place)
+    assert trained == [[name for name in TASKS if name != "summ_rfc"]]
+
+
+def test_other_tasks_over_the_same_documents_are_measured(place):
+    ways = run_job(JOBS[f"{REFERENCE}-crossed"], place)["crossed"]
     assert sets(ways["routed"]) == sets(ways["full"]) == sets(ways["all_sparse"])
     assert set(sets(ways["routed"])) <= set(CROSSED)
 
@@ -322,7 +334,7 @@ def test_nothing_starts_beside_results_of_another_recipe(elsewhere, no_worker, r
 
 @pytest.mark.parametrize(
     "change",
-    [{"answer_tokens": 8}, {"sets": ["summ_rfc"]}, {"phrasing": "all"}, {"is_crossed": True}],
+    [{"answer_tokens": 8}, {"sets": ["summ_rfc"]}, {"phrasing": "all"}, {"is_crossed": False}],
     ids=lambda change: next(iter(change)),
 )
 def test_nothing_starts_beside_results_of_a_job_that_was_another(elsewhere, no_worker, change):
@@ -386,6 +398,27 @@ def test_what_cannot_run_is_refused_before_it_starts(elsewhere, no_worker, monke
 def test_chosen_jobs_run_in_the_order_given_each_once():
     names = ["masks-random", REFERENCE, "masks-random"]
     assert [job.name for job in run._chosen(names)] == ["masks-random", REFERENCE]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "is_crossed"),
+    [(REFERENCE, 600, True), ("static-gates", 600, True), ("one-task-seed0", 450, False), (UNCHANGED, 300, True)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_trainings_have_their_steps_and_their_tasks(name, steps, is_crossed):
+    job = JOBS[name]
+    assert (PLACE.recipe(job).arguments["max_steps"], job.is_crossed) == (steps, is_crossed)
+
+
+def test_an_ablation_changes_one_setting_of_the_one_that_changes_nothing():
+    def settings(job):
+        return {**asdict(job), **PLACE.recipe(job).config, **PLACE.recipe(job).arguments}
+
+    unchanged = settings(JOBS[UNCHANGED])
+    for job in (job for job in all_jobs() if job.name.startswith("ablation-") and job.name != UNCHANGED):
+        changed = {key for key, value in settings(job).items() if value != unchanged.get(key)}
+        ways = changed - {"name", "config", "arguments"}
+        assert len(ways) == 1 or ways == {"temperature_schedule", "temperature_end"}, job.name
 
 
 def test_every_job_has_a_name_of_its_own_and_needs_only_earlier_ones():

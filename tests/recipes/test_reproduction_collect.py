@@ -9,7 +9,7 @@ import pytest
 from recipes.reproduction_results import FULL, LAYERS, all_results, flat, write_all
 from reproduction import collect, readme, tables
 from reproduction.examples import TASKS
-from reproduction.jobs import REFERENCE
+from reproduction.jobs import REFERENCE, UNCHANGED
 from reproduction.results import read_all, write_result
 from reproduction.words import CHOSEN, SETS
 
@@ -73,12 +73,13 @@ def test_outcomes_tell_both_categories_apart(results):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (REFERENCE, {"window": 512, "pool": 75, "t robust": "0.9", "steps": 450, "multiplier lr": "0.01"}),
+        (REFERENCE, {"window": 512, "pool": 40, "t robust": "1/0.85/1", "steps": 600, "documents": "crossed"}),
         ("trade-window256-seed0", {"window": 256, "pool": 100, "t robust": "1", "answer tokens": "all"}),
         ("trade-code0.85-answer32-seed0", {"t robust": "1/0.85/1", "answer tokens": 32, "counterfactual": None}),
         ("trade-gentle-answer32-seed0", {"multiplier lr": "0.005"}),
         ("trade-counterfactual0.25", {"counterfactual": 0.25, "documents": None}),
-        ("crossed-seed0", {"pool": 40, "t robust": "0.9", "steps": 600, "documents": "crossed"}),
+        ("trade-crossed-robust0.9-seed0", {"pool": 40, "t robust": "0.9", "steps": 600, "documents": "crossed"}),
+        ("one-task-seed0", {"pool": 75, "t robust": "0.9", "steps": 450, "documents": None}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -92,7 +93,7 @@ def test_trainings_that_were_judged_elsewhere_are_no_other_settings(results):
     first, *others = [row["training"] for row in table.rows]
     assert first == REFERENCE
     assert others
-    assert all(name.startswith(("trade-", "crossed-seed")) for name in others)
+    assert all(name.startswith(("trade-", "one-task-seed")) for name in others)
     assert [row["training"] for row in tables.tried(results)] == [first, *others]
 
 
@@ -111,7 +112,7 @@ def test_other_tasks_over_the_same_documents_have_a_table_for_each_adapter(resul
     found = {
         t.title.rpartition(": ")[2]: t.rows for t in tables.conditions(results) if t.title.startswith("Other tasks")
     }
-    assert list(found) == [REFERENCE, "crossed-seed0", "crossed-seed1", "crossed-seed2"]
+    assert list(found) == [REFERENCE, "one-task-seed0"]
     row = next(row for row in found[REFERENCE] if row["set"] == "sqa_pkg-question")
     assert list(row) == ["set", "n", "MSR", "nll routed", "nll full", "nll all_sparse"]
     assert row["MSR"] == pytest.approx(0.67)
@@ -129,11 +130,25 @@ def test_every_condition_has_a_table(results):
         assert word in titles
 
 
-def test_every_ablation_follows_the_recipe_itself(results):
-    recipe, *changed = collect.ablations(results)
-    assert recipe["changed"] == "nothing"
-    assert recipe["apart"] == {"mean": pytest.approx(0.16), "std": pytest.approx(0, abs=1e-9)}
-    assert [f"ablation-{row['changed']}" for row in changed] == [n for n in results if n.startswith("ablation-")]
+def test_every_ablation_follows_the_one_that_changes_nothing(results):
+    longer = {**results[UNCHANGED], **flat(0.5)}
+    unchanged, *changed = collect.ablations({**results, UNCHANGED: longer}).rows
+    assert (unchanged["changed"], unchanged["MSR robust"]) == ("nothing", pytest.approx(0.5))
+    names = [name for name in results if name.startswith("ablation-") and name != UNCHANGED]
+    assert [f"ablation-{row['changed']}" for row in changed] == names
+
+
+def test_ablations_say_how_long_they_trained(results):
+    assert collect.ablations(results).shows.startswith("Trainings of half the recipe's steps, 300, one seed each")
+
+
+@pytest.mark.parametrize("gone", [UNCHANGED, "bounds"])
+def test_without_what_they_compare_with_there_are_no_ablations(results, gone):
+    kept = {name: result for name, result in results.items() if name != gone}
+    assert collect.ablations(kept).rows == []
+    assert "Ablations" not in [table.title for table in collect.all_tables(kept)]
+    record = collect.pair_results(kept, "fa-ssa", None)
+    assert (record["ablations"], "ablations" in record["notes"]) == ([], False)
 
 
 @pytest.fixture

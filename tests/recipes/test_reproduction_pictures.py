@@ -6,12 +6,13 @@ from itertools import combinations
 
 import pytest
 from matplotlib.text import Text
-from recipes.reproduction_results import all_results, write_all
+from recipes.reproduction_results import all_results, flat, write_all
 from reproduction import collect, pictures, readme
 from reproduction.chart_style import LABELS, SCALED_RISE
 from reproduction.charts import CHARTS
 from reproduction.charts_speed import router_latency
 from reproduction.examples import TASKS
+from reproduction.jobs import UNCHANGED
 from reproduction.results import write_result
 
 
@@ -79,25 +80,35 @@ def test_generalisation_shows_each_set_in_each_condition(results):
         assert len(points(ax, "trained with it, each seed")) == 3 * len(TASKS)
 
 
-def test_trainings_on_other_tasks_too_are_drawn_beside_their_own_kind(results):
-    left, right = draw(results, "crossed").axes
+@pytest.mark.parametrize(("name", "kind"), [("generalisation", "fa-ssa"), ("one_task", "one-task")])
+def test_sets_are_drawn_beside_trainings_of_their_own_kind(results, name, kind):
+    changed = {f"{kind}-seed{seed}": {**results[f"{kind}-seed{seed}"], **flat(0.4 + seed / 10)} for seed in range(3)}
+    left, _ = draw({**results, **changed}, name).axes
     trained = [x for x, _ in points(left, "trained with it, each seed")]
-    assert trained == [row["msr"] for seed in range(3) for row in results[f"crossed-seed{seed}"]["tasks"]]
-    for ax in (left, right):
-        assert len(points(ax, "left out of training")) == len(points(ax, "phrasings never trained on")) == len(TASKS)
+    assert trained == pytest.approx([share for share in (0.4, 0.5, 0.6) for _ in TASKS])
 
 
-def test_trainings_on_other_tasks_too_that_left_no_set_out_yet_are_drawn_alone(results):
-    kept = {
-        name: result for name, result in results.items() if not name.startswith(("crossed-without", "crossed-phr"))
-    }
-    assert draw(kept, "crossed").axes[0].get_legend_handles_labels()[1] == ["trained with it, each seed"]
+def test_open_marks_are_of_the_training_compared_with(results):
+    changed = {**results, "one-task-without-sqa_pkg": {**results["one-task-without-sqa_pkg"], **flat(0.4)}}
+    left, _ = draw(changed, "generalisation").axes
+    assert [x for x, _ in points(left, "left out, one task a document")].count(0.4) == 1
+    left, _ = draw(changed, "one_task").axes
+    assert [x for x, _ in points(left, "left out of training")].count(0.4) == 1
+    assert len(points(left, "left out, more wordings in training")) == 3
+    assert len(points(left, "phrasings never trained on, more wordings")) == len(TASKS)
 
 
-def test_trainings_with_more_words_that_have_not_run_are_not_in_the_picture(results):
-    kept = {name: result for name, result in results.items() if not name.startswith("varied-")}
-    labels = draw(kept, "generalisation").axes[0].get_legend_handles_labels()[1]
-    assert not any("more words" in label for label in labels)
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("generalisation", ["trained with it, each seed", "left out of training", "phrasings never trained on"]),
+        ("one_task", ["trained with it, each seed"]),
+    ],
+)
+def test_trainings_that_have_not_run_are_not_in_the_picture(results, name, expected):
+    gone = ("one-task-without", "one-task-phrasings", "varied-")
+    kept = {job: result for job, result in results.items() if not job.startswith(gone)}
+    assert draw(kept, name).axes[0].get_legend_handles_labels()[1] == expected
 
 
 def test_no_mark_of_a_scaled_rise_lies_on_the_edge_of_its_picture(results):
@@ -118,7 +129,7 @@ def test_lengths_include_that_of_training(results):
 
 
 def test_trades_show_every_training_in_both_panels(results):
-    beginnings = ("fa-ssa-seed", "trade-", "crossed-seed")
+    beginnings = ("fa-ssa-seed", "trade-", "one-task-seed")
     count = sum(name.startswith(beginnings) and "tasks" in result for name, result in results.items())
     for ax in draw(results, "trades").axes:
         labelled = [line for line in ax.lines if not line.get_label().startswith("_")]
@@ -127,7 +138,7 @@ def test_trades_show_every_training_in_both_panels(results):
 
 def test_trades_are_labelled_with_their_settings(results):
     labels = [text.get_text() for text in draw(results, "trades").legends[0].get_texts()]
-    assert labels[0] == "1: 512, 75, 0.9, 450, 32, 0.01 (the recipe)"
+    assert labels[0] == "1: 512, 40, 1/0.85/1, 600, 32, 0.01, crossed (the recipe)"
     assert "256, 100, 1, 300, all, 0.01, 0.25" in [label.partition(": ")[2] for label in labels]
     assert len(labels) == len({label.partition(": ")[2] for label in labels})
 
@@ -139,6 +150,22 @@ def test_no_number_of_the_trades_hides_another(results):
         assert len(ax.texts) == sum(len(line.get_xdata()) for line in ax.lines if line.get_label()[0] != "_")
         boxes = [Text.get_window_extent(text) for text in ax.texts]
         assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+
+
+def test_no_title_of_the_trades_lies_under_the_settings(results):
+    figure = draw(results, "trades")
+    figure.draw_without_rendering()
+    title = Text.get_window_extent(figure.texts[0])
+    assert not title.overlaps(figure.legends[0].get_window_extent())
+
+
+def test_pools_are_those_of_the_ablations_the_recipes_first(results):
+    changed = {**results, UNCHANGED: {**results[UNCHANGED], **flat(0.5)}}
+    left, _ = draw(changed, "pools").axes
+    labels = [label.get_text() for label in left.get_xticklabels()]
+    assert labels == ["40\nthe recipe's", "50", "100", "200", "400", "all"]
+    (line,) = (line for line in left.lines if line.get_label() == "sensitive sets")
+    assert line.get_ydata().tolist() == pytest.approx([0.5, *[0.67] * 5])
 
 
 def test_router_latency_shows_the_measured_times(results):

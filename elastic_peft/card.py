@@ -60,7 +60,7 @@ def render_card(
     running to what it is), `sets` (a set to what it holds), `hardware`, `versions`, `commit`, `command`, `seeds` (the
     adapter's own first), `datasets` (trained on, as the Hub names them), and rows of any columns as `ablations` and as
     `generalisation`: prompts unlike those trained on. `notes` maps `tasks`, `ruler`, `ablations` and `generalisation`
-    to what a reader must know of them.
+    to what a reader must know of them, in paragraphs.
 
     Args:
         directory: folder of an adapter saved by `save_pretrained`.
@@ -77,8 +77,7 @@ def render_card(
             repository.
 
     Numerics:
-        Figures have three decimals. A column of `ablations` or `generalisation` holds settings, which come in full, if
-        each number in it has at most three significant digits, and one is at least 1e6 or needs more decimals.
+        Figures have three decimals, smaller ones two significant digits.
     """
     directory = Path(directory)
     if repo_id is not None:
@@ -125,6 +124,7 @@ def render_card(
         layers=sorted(config.num_key_value_heads or {}),
         modes=MODES,
         text=_text,
+        paragraphs=_paragraphs,
         code=_code,
         lines=_lines,
         picture=PICTURE_NAME if (directory / PICTURE_NAME).is_file() else None,
@@ -135,8 +135,8 @@ def render_card(
         nll=_table([by_way(row, "nll") for row in rows if "nll" in row]),
         accuracy=_table([by_way(row, "accuracy") for row in rows if "accuracy" in row]),
         ruler=_table(ruler, DECIMALS - 1),
-        ablations=_table(_settings_in_full(results.get("ablations") or [])),
-        generalisation=_table(_settings_in_full(results.get("generalisation") or [])),
+        ablations=_table(results.get("ablations") or []),
+        generalisation=_table(results.get("generalisation") or []),
     )
 
 
@@ -167,27 +167,6 @@ def _model_id_on_the_hub(name: Any, directory: Path) -> str | None:
     return None if any(os.path.exists(start / name) for start in starts) else name
 
 
-def _settings_in_full(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the numbers of their settings, such as learning rates, as texts; see `render_card`."""
-    columns: dict[str, list[Any]] = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    settings = {name for name, values in columns.items() if _are_settings(values)}
-    return [
-        {name: _text(value) if name in settings and isinstance(value, float) else value for name, value in row.items()}
-        for row in rows
-    ]
-
-
-def _are_settings(values: Sequence[Any]) -> bool:
-    if any(isinstance(value, Mapping) for value in values):
-        return False
-    numbers = [value for value in values if isinstance(value, float)]
-    are_round = all(float(f"{number:.3g}") == number for number in numbers)
-    return are_round and any(abs(number) >= 1e6 or round(number, DECIMALS) != number for number in numbers)
-
-
 def _table(rows: Sequence[Mapping[str, Any]], decimals: int = DECIMALS) -> str:
     """A Markdown table: one line a row, one column for each key, in the order in which the rows first name them."""
     if not rows:
@@ -202,10 +181,12 @@ def _table(rows: Sequence[Mapping[str, Any]], decimals: int = DECIMALS) -> str:
 
 
 def _cell(value: Any, decimals: int) -> str:
-    """`value` as `_text` writes it, figures with so many decimals and none as -0."""
+    """`value` as `_text` writes it, figures with so many decimals; one that these would show as 0 with two digits."""
     if isinstance(value, Mapping):
         return f"{value['mean']:z.{decimals}f} \N{PLUS-MINUS SIGN} {value['std']:.{decimals}f}"
-    return f"{value:z.{decimals}f}" if isinstance(value, float) else _text(value)
+    if not isinstance(value, float):
+        return _text(value)
+    return f"{value:.2g}" if 0 < abs(value) < 10**-decimals else f"{value:z.{decimals}f}"
 
 
 def _text(value: Any) -> str:
@@ -215,6 +196,11 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return html.escape(_visible(" ".join(str(value).split())), quote=False).replace("|", "&#124;")
+
+
+def _paragraphs(text: str) -> str:
+    """The same for each paragraph of a text."""
+    return "\n\n".join(_text(paragraph) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
 def _code(value: str) -> str:

@@ -21,6 +21,7 @@ from reproduction.generalisation import judgements
 from reproduction.generalisation_tables import explain, long_rows, pivot
 from reproduction.jobs import REFERENCE, UNCHANGED
 from reproduction.results import Results, read_all, static_masks
+from reproduction.ruler_tables import ruler_note, ruler_rows, ruler_table
 from reproduction.tables import (
     TRADES,
     Table,
@@ -110,6 +111,7 @@ def all_tables(results: Results) -> list[Table]:
             ),
             ablations(results),
             *conditions(results),
+            *(ruler_table(ruler_rows(results, pair), pair) for pair in trained_pairs(results)),
         )
         if table.rows
     ]
@@ -148,17 +150,11 @@ def _notes(record: Mapping[str, Any], generalisation: str, ablated: str) -> dict
     """What a reader must know of each part that there is."""
     notes = {
         "tasks": f"{record['examples']} evaluation prompts of each set, at most 4096 tokens with the answer. {CHOSEN}",
-        "ruler": "By the first seed's adapter.",
+        "ruler": ruler_note(record["ruler"]),
         "generalisation": generalisation,
         "ablations": ablated,
     }
     return {part: note for part, note in notes.items() if record[part]}
-
-
-def ruler_rows(results: Results, pair: str) -> list[dict[str, Any]]:
-    """The rows of every length at which a job scored RULER's tasks with a mode pair."""
-    scored = (result for result in results.values() if result["job"]["kind"] == "ruler")
-    return [row for result in scored for row in result["ruler"] if row["mode_pair"] == pair.upper()]
 
 
 def set_rows(results: Results, pair: str) -> list[dict[str, Any]]:

@@ -85,10 +85,10 @@ def _by_recipe(name: str, **fields: Any) -> Job:
     return Job(name, "train", is_crossed=True, **fields)
 
 
-def _one_task(name: str, **fields: Any) -> Job:
-    """A training by the recipe that came before: one task a document, and longer ends of the prompt read."""
+def _one_task(name: str, kind: str = "train", **fields: Any) -> Job:
+    """A job of the recipe that came before: one task a document, and longer ends of the prompt read."""
     config = {"pool_size": 75, **_t_values()}
-    return Job(name, "train", config=config, arguments={"max_steps": 450}, **fields)
+    return Job(name, kind, config=config, arguments={"max_steps": 450}, **fields)
 
 
 def _main() -> list[Job]:
@@ -101,10 +101,9 @@ def _schedules() -> list[Job]:
     wide: dict[str, Any] = {"window_size": 512}
     half: dict[str, Any] = {**wide, "pool_size": 50}
     reachable = _t_values()
-    code = {"t_values": {**_t_values(robust=1.0)["t_values"], "code": 0.85}}
+    code = _t_values(robust=1.0, code=0.85)
     longer, gentle = {"max_steps": 450}, {"multiplier_learning_rate": 5e-3}
     return [
-        Job("bounds-window256", "masks", what="bounds", config={"window_size": 256}),
         *(_trade(f"window256-seed{seed}", seed=seed) for seed in SEEDS[:2]),
         *(_trade(f"counterfactual{f}", arguments={"counterfactual_fraction": f}) for f in (0.25, 0.125)),
         _trade("longer", arguments=longer),
@@ -196,7 +195,7 @@ def _generalisation() -> list[Job]:
         *(_one_task(f"one-task-seed{seed}", seed=seed) for seed in SEEDS),
         *(_one_task(f"one-task-without-{name}", sets=sets) for name, sets in left_out.items()),
         _one_task("one-task-phrasings", phrasing="seen"),
-        Job("one-task-seed0-crossed", "adapter", what="crossed", needs=("one-task-seed0",)),
+        _one_task("one-task-seed0-crossed", "adapter", what="crossed", needs=("one-task-seed0",)),
         _one_task("varied-phrasings", phrasing="varied"),
         *(_one_task(f"varied-without-{name}", sets=left_out[name], phrasing="varied") for name in strayed),
     ]

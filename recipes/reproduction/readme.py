@@ -30,6 +30,7 @@ from reproduction.chart_style import (
 )
 from reproduction.collect import PAIRS
 from reproduction.jobs import ONE_MASK
+from reproduction.ruler_tables import mean_rows
 from reproduction.words import CHOSEN, NO_LONGBENCH, NO_RULER
 
 
@@ -102,6 +103,11 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
     if record["generalisation"]:
         rows = [{**row, "set": LABELS[row["set"]]} for row in record["generalisation"]]
         parts += [f"Prompts that training did not hold. {record['notes']['generalisation']}", _table(rows)]
+    if record["ruler"]:
+        parts += [
+            f"RULER, mean scores of its tasks from 0 to 100. {record['notes']['ruler']}",
+            _table(mean_rows(records)),
+        ]
     measured = [f"{name} {version}" for name, version in record["versions"].items()]
     measured += [f"commit {record['commit']}"] if record["commit"] else []
     parts.append(

@@ -9,9 +9,11 @@ import pytest
 from recipes.reproduction_results import FULL, LAYERS, all_results, flat, write_all
 from reproduction import collect, readme, tables
 from reproduction.examples import TASKS
-from reproduction.jobs import REFERENCE, UNCHANGED
+from reproduction.jobs import REFERENCE, UNCHANGED, all_jobs
 from reproduction.results import read_all, write_result
+from reproduction.run import refuse_other_recipes
 from reproduction.words import CHOSEN, SETS
+from reproduction.workplace import Workplace
 
 from elastic_peft.card import render_card
 
@@ -26,6 +28,11 @@ def results():
 
 def test_the_committed_tables_are_of_the_committed_jobs():
     assert (MEASURED / "tables.md").read_text(encoding="utf-8") == collect.tables_text(read_all(MEASURED))
+
+
+def test_the_committed_results_are_of_jobs_by_their_recipes():
+    assert {file.stem for file in (MEASURED / "jobs").iterdir()} <= {job.name for job in all_jobs()}
+    refuse_other_recipes(Workplace(Path(), Path(), MEASURED, "cpu"), all_jobs())
 
 
 def test_the_results_beside_adapters_are_of_the_committed_jobs():

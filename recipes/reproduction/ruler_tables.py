@@ -32,7 +32,8 @@ def ruler_note(rows: Sequence[Mapping[str, Any]]) -> str:
     if better:
         text += (
             " The static choices have as many sparse heads as FA-SSA's routers chose on the sets; the best of them "
-            f"scores above routing at {sum(better)} of {len(better)} length{'s' * (len(better) > 1)}."
+            f"scores above routing at {sum(better)} of {len(better)} length{'s' * (len(better) > 1)}"
+            f"{', so that on these tasks heads fixed once are the better choice' * all(better)}."
         )
     return text
 

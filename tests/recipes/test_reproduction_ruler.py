@@ -26,7 +26,13 @@ def test_without_static_choices_the_note_compares_none():
 
 @pytest.mark.parametrize(
     ("learned", "said"),
-    [((0.0, 40.0), "above routing at 2 of 2 lengths."), ((15.0, 15.0), "above routing at 1 of 2 lengths.")],
+    [
+        (
+            (0.0, 40.0),
+            "above routing at 2 of 2 lengths, so that on these tasks heads fixed once are the better choice.",
+        ),
+        ((15.0, 15.0), "above routing at 1 of 2 lengths."),
+    ],
 )
 def test_the_note_compares_means_over_the_tasks_at_each_length(learned, said):
     """Routing's means are 15 and 5, the random choice's 0; the best choice counts, and a tie is not above."""

@@ -15,7 +15,7 @@ MIN_MSR, MIN_APART, MAX_SENSITIVE, MAX_ROBUST, MIN_MARGIN = 0.65, 0.15, 0.03, 0.
 
 
 def bars(results: Results) -> list[dict[str, Any]]:
-    """A row for each bar of FA-SSA: what is asked, and what was measured, with its spread.
+    """A row for each bar of FA-SSA: what is asked, what was measured, with its spread, and how many reach it alone.
 
     Means over the training seeds; of static masks the mean over their draws or seeds, less the routed adapters' mean.
     """
@@ -26,12 +26,14 @@ def bars(results: Results) -> list[dict[str, Any]]:
 
     def bar(what: str, values: list[float], asked: float, is_least: bool) -> dict[str, Any]:
         measured = mean(values)
+        reached = [value >= asked if is_least else value <= asked for value in (measured, *values)]
         return {
             "bar": what,
             "asked": f"{'at least' if is_least else 'at most'} {asked:g}",
             "measured": measured,
             "std": stdev(values) if len(values) > 1 else None,
-            "reached": "yes" if (measured >= asked if is_least else measured <= asked) else "no",
+            "reached": "yes" if reached[0] else "no",
+            "alone": f"{sum(reached[1:])} of {len(values)}",
         }
 
     sensitive = [mean_msr(run, SENSITIVE) for run in routed]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from reproduction.examples import TASKS
+from reproduction.examples import ROBUST, SENSITIVE, TASKS
 from reproduction.generalisation import (
     LEFT_OUT,
     ONE_TASK,
@@ -76,9 +76,9 @@ def explain(judged: Sequence[Judgement]) -> str:
         by_prompts.setdefault(one.prompts, []).append(one)
     if without := by_prompts.pop(LEFT_OUT, []):
         sentences.append(
-            f"Of sets left out of training, the routing of {_strayed(without)} follows the template of the prompts, "
-            "their fixed wording and kind of document, and not the task; "
-            f"{_lost(without)} lose NLL."
+            f"Of the {len(TASKS)} sets, {len(without)} were left out of training, one at a time. The routing of "
+            f"{_strayed(without)} then follows the template of the prompts, their fixed wording and kind of document, "
+            f"and not the task; {_lost(without)} lose NLL."
         )
     if by_prompts:
         follow = (
@@ -92,9 +92,10 @@ def explain(judged: Sequence[Judgement]) -> str:
     comparisons = filter(None, (_compare(judged, training, ONE_TASK) for training in (RECIPE, VARIED)))
     cells = (
         "Each cell: MSR, and NLL above full attention in nats a token; as trained the mean of the training seeds, "
-        "elsewhere one training. Bold MSR: over half way to that of the other kind of sets, question answering or "
-        f"not, so routing has left the task. Bold NLL: lost, more than {TOLERATED:g} above full "
-        "attention and grown by more than that."
+        "elsewhere one training. Bold MSR: moved towards that of the other kind of sets, question answering or not, "
+        "by more than half of what is between the means of the kinds, so routing has left the task; a set whose MSR "
+        f"lies between the kinds as trained hardly can. Bold NLL: lost, more than {TOLERATED:g} above full attention "
+        "and grown by more than that."
     )
     return "\n\n".join([" ".join(sentences), *comparisons, cells])
 
@@ -116,11 +117,24 @@ def _compare(judged: Sequence[Judgement], training: Training, without: Training)
                 f"{_lost(changed)} lose NLL ({_lost(before)}); NLL over full, mean of these sets, is "
                 f"{_mean_rise(changed):+z.2f} ({_mean_rise(before):+z.2f})."
             )
+            if prompts == LEFT_OUT:
+                sentences.append(f"The sets left out: {', '.join(one.set for one in changed)}.")
     if LEFT_OUT not in gains:
         return ""
     verdict = "helped" if gains[LEFT_OUT] > TOLERATED else "did not help"
     begin = f"Training with {_MORE[training]}, one seed each, {verdict}; in brackets without them."
+    if training is RECIPE:
+        apart = (_apart(_of(judged, side)) for side in (training, without))
+        sentences.append("On sets that training held, the kinds are {:.2f} of MSR apart ({:.2f}).".format(*apart))
     return " ".join([begin, *sentences])
+
+
+def _apart(members: Sequence[Judgement]) -> float:
+    """How far the MSR of the robust sets is above that of the sensitive ones where training held them."""
+    trained = {one.set: one.trained.msr for one in members}
+    kinds = ([msr for name, msr in trained.items() if name in kind] for kind in (ROBUST, SENSITIVE))
+    robust, sensitive = (mean(kind) if kind else float("nan") for kind in kinds)
+    return robust - sensitive
 
 
 def _mean_rise(members: Sequence[Judgement]) -> float:

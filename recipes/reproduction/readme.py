@@ -99,7 +99,10 @@ def section(records: Mapping[str, Mapping[str, Any]]) -> str:
         )
         parts.append(f"{_accuracy(record['tasks'])}{_better_statics(record['tasks'])}")
     if others := {pair: other for pair, other in records.items() if pair != "fa-ssa"}:
-        parts += ["The other mode pairs:", _table(_other_rows(others))]
+        parts += [
+            "The other mode pairs, each by " + " or ".join(sorted({_seeds(other) for other in others.values()})) + ":",
+            _table(_other_rows(others)),
+        ]
     if record["generalisation"]:
         rows = [{**row, "set": LABELS[row["set"]]} for row in record["generalisation"]]
         parts += [f"Prompts that training did not hold. {record['notes']['generalisation']}", _table(rows)]
@@ -124,9 +127,19 @@ def _reached(bars: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     asked = f"the {len(bars)} figures [asked of FA-SSA](recipes/reproduction)"
     if not (missed := [bar for bar in bars if bar["reached"] != "yes"]):
-        return [f"All of {asked} are reached."]
+        return [f"All of {asked} are reached{_means_only(bars)}."]
     lines = (f"{_bar(bar['bar'])}: {bar['measured']:z.3f}, asked {bar['asked']}" for bar in missed)
-    return [f"Of {asked}, {len(bars) - len(missed)} are reached. Not reached: {'; '.join(lines)}."]
+    reached = f"{len(bars) - len(missed)} are reached{_means_only(bars)}"
+    return [f"Of {asked}, {reached}. Not reached: {'; '.join(lines)}."]
+
+
+def _means_only(bars: Sequence[Mapping[str, Any]]) -> str:
+    """Which bars the mean reaches and not each training seed alone."""
+    reached = [(bar, *bar["alone"].split(" of ")) for bar in bars if bar["reached"] == "yes"]
+    partly = [
+        f"{_bar(bar['bar'])}, {alone} of {all_of_them}" for bar, alone, all_of_them in reached if alone != all_of_them
+    ]
+    return f" by the mean of the seeds; by fewer seeds alone: {'; '.join(partly)}" if partly else ""
 
 
 def _bar(name: str) -> str:
@@ -192,9 +205,14 @@ def _other_rows(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]
 
 
 def _table(rows: Sequence[Mapping[str, str | None]]) -> str:
-    cells = (map(str, rows[0]), *([value or "-" for value in row.values()] for row in rows))
+    cells = (map(str, rows[0]), *([row.get(name) or "-" for name in rows[0]] for row in rows))
     lines = [f"| {' | '.join(line)} |" for line in cells]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _seeds(record: Mapping[str, Any]) -> str:
+    count = len(record["seeds"])
+    return f"{count} training seeds" if count > 1 else "one training seed"
 
 
 def _mean(figure: Any) -> float:

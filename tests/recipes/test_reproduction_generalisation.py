@@ -144,7 +144,7 @@ def test_the_words_count_the_sets(results):
         change(results[f"without-{name}"], name, msr=0.9)
     change(results["unseen-phrasings"]["unseen"]["routed"], "sqa_pkg", nll=9.0)
     text = explain(generalisation.judgements(results))
-    assert "the routing of 2 of 7 follows the template of the prompts" in text
+    assert "The routing of 2 of 7 then follows the template of the prompts" in text
     assert "and not the task; 0 of 7 lose NLL." in text
     assert "follows the task: unseen phrasings, 7 of 7; 1K tokens, 7 of 7. 1 of these lose NLL." in text
 

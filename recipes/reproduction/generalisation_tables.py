@@ -1,6 +1,6 @@
 """What was judged of generalisation, as tables and in words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -123,18 +123,16 @@ def _compare(judged: Sequence[Judgement], training: Training, without: Training)
         return ""
     verdict = "helped" if gains[LEFT_OUT] > TOLERATED else "did not help"
     begin = f"Training with {_MORE[training]}, one seed each, {verdict}; in brackets without them."
-    if training is RECIPE:
-        apart = (_apart(_of(judged, side)) for side in (training, without))
+    trained = [{one.set: one.trained.msr for one in _of(judged, side)} for side in (training, without)]
+    if training is RECIPE and all(shares.keys() == TASKS.keys() for shares in trained):
+        apart = (_apart(shares) for shares in trained)
         sentences.append("On sets that training held, the kinds are {:.2f} of MSR apart ({:.2f}).".format(*apart))
     return " ".join([begin, *sentences])
 
 
-def _apart(members: Sequence[Judgement]) -> float:
-    """How far the MSR of the robust sets is above that of the sensitive ones where training held them."""
-    trained = {one.set: one.trained.msr for one in members}
-    kinds = ([msr for name, msr in trained.items() if name in kind] for kind in (ROBUST, SENSITIVE))
-    robust, sensitive = (mean(kind) if kind else float("nan") for kind in kinds)
-    return robust - sensitive
+def _apart(msr: Mapping[str, float]) -> float:
+    """How far the MSR of the robust sets is above that of the sensitive ones."""
+    return mean(msr[name] for name in ROBUST) - mean(msr[name] for name in SENSITIVE)
 
 
 def _mean_rise(members: Sequence[Judgement]) -> float:

@@ -135,10 +135,8 @@ def _reached(bars: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _means_only(bars: Sequence[Mapping[str, Any]]) -> str:
     """Which bars the mean reaches and not each training seed alone."""
-    reached = [(bar, *bar["alone"].split(" of ")) for bar in bars if bar["reached"] == "yes"]
-    partly = [
-        f"{_bar(bar['bar'])}, {alone} of {all_of_them}" for bar, alone, all_of_them in reached if alone != all_of_them
-    ]
+    reached = [bar for bar in bars if bar["reached"] == "yes"]
+    partly = [f"{_bar(bar['bar'])}, {bar['alone']}" for bar in reached if len(set(bar["alone"].split(" of "))) > 1]
     return f" by the mean of the seeds; by fewer seeds alone: {'; '.join(partly)}" if partly else ""
 
 

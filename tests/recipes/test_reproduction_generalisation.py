@@ -207,3 +207,10 @@ def test_without_full_attention_nothing_is_judged(results):
     del results["bounds"]
     judged = generalisation.judgements(results)
     assert (judged, pivot(judged), explain(judged)) == ([], [], "")
+
+
+def test_how_far_the_kinds_are_apart_is_told_where_every_set_was_judged(results):
+    said = "On sets that training held, the kinds are 0.16 of MSR apart (0.16)."
+    assert said in comparisons(results)[0]
+    others = without(results, "unseen-phrasings", "without-sqa_pkg", f"{REFERENCE}-lengths")
+    assert said not in comparisons(others)[0]
